@@ -117,10 +117,8 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
         traits = dataclasses.replace(traits, visits=4)
     if problem.smooths_v and not problem.measures_heads:  # little to measure: more blocks; and what of V is in L2 first
         traits = dataclasses.replace(traits, tiles_of_part=2, mixes=False)
-    measuring = SOME_THREADS if problem.splits_columns or not problem.rotary_dim else FEW_THREADS
-    if problem.mixes_rotated:
-        measuring = FEW_THREADS
-    threads = measuring if problem.rotary_dim else THREADS
+    measuring = measuring_threads(problem)
+    threads = SOME_THREADS if problem.rotary_dim and problem.splits_columns else FEW_THREADS if problem.rotary_dim else THREADS
     many_rows = problem.scales_by_block and (problem.is_grouped or not problem.holds_rows)
     if many_rows or (problem.rotary_dim and problem.hadamard):
         threads = FEW_THREADS
@@ -130,6 +128,15 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
         traits = dataclasses.replace(traits, centres_v=True, tiles_of_v=1 if problem.is_packed else 4)
     resident, measuring = (max(count // traits.num_threads, 1) for count in (threads, measuring))
     return dataclasses.replace(traits, resident=resident, measuring=measuring)
+
+
+def measuring_threads(problem: QuantizeProblem) -> int:
+    """Threads of a multiprocessor that measure."""
+    if not problem.measures_heads:
+        return THREADS
+    if problem.mixes_rotated:
+        return FEW_THREADS
+    return SOME_THREADS if problem.splits_columns or not problem.rotary_dim else FEW_THREADS
 
 
 def transpose_traits(head_dim_v: int) -> QuantizeTraits:

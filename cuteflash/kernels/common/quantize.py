@@ -29,11 +29,14 @@ from cuteflash.kernels.common.quantize_tile import (
     Tile,
     finite_magnitude,
     largest_magnitude,
+    put_first_rows,
     put_row,
     rounded,
+    thread_again,
 )
 from cuteflash.kernels.common.quantize_values import Values
 from cuteflash.kernels.common.quantize_work import (
+    HeadRows,
     HeadTiles,
     Place,
     Span,
@@ -121,53 +124,68 @@ class Quantize:
 
     @cute.jit
     def convert_held(self, tensors: QuantizeTensors, work: Work, number: Int32):
-        """Convert a tile of a head of Q or K whose rows stay 16 bits until then."""
+        """Convert a tile of a head of Q or K whose rows stay 16 bits until then, or of those that share its scale."""
         problem = self.problem
         is_q, place = work.place(number)
         grouped = choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1))
         span = tile_span(self.problem, self.traits, tensors, is_q, place)
         tile = span.tile(span.first, problem.head_dim, self.traits.quads)
-        if const_expr(not problem.scales_by_block):
-            descale = self.scales.of_qk(tensors, is_q, Place(span.entry, place.tile, place.head // grouped))
-            held = self.held(tensors, is_q, span, place.head, tile)
-            self.put_head(tensors, is_q, span, place.head, held, problem.hadamard_scale / descale[0])
-        elif const_expr(not problem.is_grouped):
-            held = self.held(tensors, is_q, span, place.head, tile)
-            factor = self.find_factor(tensors, is_q, place, tile, held.magnitude())
-            self.put_head(tensors, is_q, span, place.head, held, factor)
+        if const_expr(problem.is_grouped):
+            if grouped == 1:
+                self.convert_alone(tensors, is_q, place, span, tile, grouped)
+            else:
+                self.convert_group(tensors, is_q, place, span, tile, grouped)
         else:
-            self.convert_group(tensors, is_q, place, span, tile, grouped)
+            self.convert_alone(tensors, is_q, place, span, tile, grouped)
+
+    def convert_alone(
+        self, tensors: QuantizeTensors, is_q: Boolean, place: Place, span: Span, tile: Tile, grouped: Int32
+    ) -> None:
+        """Convert a tile of a head."""
+        held = self.held(choose(is_q, *(Rows.of(x, span.origin, place.head) for x in (tensors.q, tensors.k))), tile)
+        if self.problem.scales_by_block:
+            factor = self.find_factor(tensors, is_q, place, tile, held.magnitude())
+        else:
+            descale = self.scales.of_qk(tensors, is_q, Place(span.entry, place.tile, place.head // grouped))
+            factor = self.problem.hadamard_scale / descale[0]
+        target = choose(is_q, *(Rows.of(x, span.origin, place.head) for x in (tensors.q8, tensors.k8)))
+        self.put_held(target, held, factor)
 
     @cute.jit
     def convert_group(
         self, tensors: QuantizeTensors, is_q: Boolean, place: Place, span: Span, tile: Tile, grouped: Int32
     ):
-        """Convert a tile of the heads that share a scale, two at a time, whose loads are then in flight together.
+        """Convert a tile of several heads that share a scale, two at a time, whose loads are then in flight together.
 
         Afterwards all but the last two, whose rows the block still has, are loaded again, out of L2.
         """
-        first = place.head * grouped
-        last = first + grouped - 1
-        before = cutlass.max(last - 1, first)  # of the last two; if there is one alone, that
+        first, rest = place.head * grouped, grouped - 2  # the heads but for the last two
+        source = HeadRows.of(is_q, (tensors.q, tensors.k), span.origin, first)
+        target = HeadRows.of(is_q, (tensors.q8, tensors.k8), span.origin, first)
         peak = Float32(0.0)
-        for head in cutlass.range(first, before, 2, unroll=1):
-            pair = [self.held(tensors, is_q, span, h, tile) for h in (head, head + 1)]
-            peak = cute.arch.fmax(peak, cute.arch.fmax(pair[0].magnitude(), pair[1].magnitude()))
+        for head in cutlass.range(0, rest, 2, unroll=1):
+            pair = [self.held(source[h], tile) for h in (head, head + 1)]
+            peak = cute.arch.fmax(peak, cute.arch.fmax(pair[0].largest(), pair[1].largest()))
         cute.arch.sync_warp()  # loads of the last heads before the others' would take registers
-        one, other = (self.held(tensors, is_q, span, h, tile) for h in (before, last))
-        peak = cute.arch.fmax(peak, cute.arch.fmax(one.magnitude(), other.magnitude()))
+        pair = [self.held(source[h], tile) for h in (rest, rest + 1)]
+        peak = cute.arch.fmax(peak, cute.arch.fmax(pair[0].largest(), pair[1].largest()))
+        if cute.arch.vote_any_sync(peak == Float32.inf):
+            peak = Float32(0.0)
+            for head in cutlass.range(grouped, unroll=1):
+                again = span.tile(span.first, self.problem.head_dim, self.traits.quads, thread=thread_again(head))
+                peak = cute.arch.fmax(peak, self.held(source[head], again).largest_finite())
+            for h in cutlass.range_constexpr(2):  # what was not kept meanwhile
+                pair[h].words.store(self.held(source[rest + h], tile).words.load())
         factor = self.find_factor(tensors, is_q, place, tile, peak)
-        self.put_head(tensors, is_q, span, last, other, factor)
-        if before < last:
-            self.put_head(tensors, is_q, span, before, one, factor)
-        for head in cutlass.range(first, before, 2, unroll=1):
-            pair = [self.held(tensors, is_q, span, h, tile) for h in (head, head + 1)]
+        for h in cutlass.range_constexpr(2):
+            self.put_held(target[rest + h], pair[h], factor)
+        for head in cutlass.range(0, rest, 2, unroll=1):
+            pair = [self.held(source[h], tile) for h in (head, head + 1)]
             for h in cutlass.range_constexpr(2):
-                self.put_head(tensors, is_q, span, head + h, pair[h], factor)
+                self.put_held(target[head + h], pair[h], factor)
 
-    def held(self, tensors: QuantizeTensors, is_q: Boolean, span: Span, head: Int32, tile: Tile) -> Held:
+    def held(self, source: Rows, tile: Tile) -> Held:
         """A thread's rows of a tile of Q or K."""
-        source = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q, tensors.k)))
         return Held.load(source, tile, self.problem.dtype, self.problem.hadamard)
 
     def find_factor(self, tensors: QuantizeTensors, is_q: Boolean, place: Place, tile: Tile, peak: Float32) -> Float32:
@@ -176,13 +194,6 @@ class Quantize:
         listed = self.scales.has_qk(tensors, is_q, place)
         self.scales.put(self.scales.of_qk(tensors, is_q, place), found, listed)
         return self.problem.hadamard_scale / found
-
-    def put_head(
-        self, tensors: QuantizeTensors, is_q: Boolean, span: Span, head: Int32, held: Held, factor: Float32
-    ) -> None:
-        """Write a thread's rows of a tile of Q or K."""
-        target = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8)))
-        self.put_held(target, held, factor)
 
     @cute.jit
     def convert_qk(self, tensors: QuantizeTensors, work: Work, number: Int32):
@@ -262,15 +273,21 @@ class Quantize:
             for target, factor, values in zip(targets, factors, rows, strict=True):
                 self.put_rows(target, tile, [values], factor, first=i)
 
-    def put_held(self, target: Rows, held: Held, factor: Float32, mean: cute.Tensor | None = None) -> None:
-        """Round a thread's rows of a tile, rotated or minus a mean, times a factor."""
+    def put_held(self, target: Rows, held: Held, factor: Float32) -> None:
+        """Round a thread's rows of a tile, rotated, times a factor."""
+        rows = []
         for i in range(ROWS):
             words = cute.make_rmem_tensor(WORDS, Uint32)
             for w in range(WORDS):
-                words[w] = rounded(*(value * factor for value in held.four(i, w, mean)), self.problem.to)
+                words[w] = rounded(*held.scaled(i, w, factor), self.problem.to)
                 if self.problem.is_packed:
                     words[w] = cutlass.select_(held.tile.has(i), words[w], Uint32(0))
-            put_row(target, held.tile, i, words)
+            if self.problem.is_grouped:
+                rows.append(words)
+            else:  # with 64 registers one after the other
+                put_row(target, held.tile, i, words)
+        if rows:
+            put_first_rows(target, held.tile, rows)
 
     def put_rows(
         self, target: Rows, tile: Tile, rows: Iterable[cute.Tensor], factor: Float32, first: int | Int32 = 0

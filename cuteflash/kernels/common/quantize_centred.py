@@ -28,14 +28,7 @@ def less_than_mean(held: Held, rows: Rows, mean: cute.Tensor):
         rows: of V.
         mean: (4, columns / 4) of the thread.
     """
-    values = cute.make_rmem_tensor((ALIGN_ELEMENTS, ROWS, CHUNKS), Float32)
-    minus = Identity.of(held.dtype, held.tile.last + 1, is_negative=True)
-    for j in range(CHUNKS):
-        first, second = (four_of(mean, 2 * j + x) for x in range(2))
-        for i in range(ROWS):
-            load = load_of(held, j, i)
-            for e, value in enumerate((*minus.add_first(first, load), *minus.add_second(second, load))):
-                values[e, i, j] = value
+    values = products_less_than_mean(held, mean)
     # The first and the third of a load's sums depend on all of what the four threads of an operand's row have.
     known = [values[e, i, j] for j in range(CHUNKS) for i in range(ROWS) for e in (0, 2)]
     if not cute.arch.vote_all_sync(nothing_of(known) == Float32(0.0)):
@@ -44,6 +37,19 @@ def less_than_mean(held: Held, rows: Rows, mean: cute.Tensor):
         for x in cutlass.range_constexpr(COLUMNS * ROWS):
             e, i, j = x % ALIGN_ELEMENTS, x // ALIGN_ELEMENTS % ROWS, x // (ALIGN_ELEMENTS * ROWS)
             values[e, i, j] = mean[x % NUMBERS, 2 * j + e // NUMBERS] - held.value(ALIGN_ELEMENTS * j + e, i)
+    return values
+
+
+def products_less_than_mean(held: Held, mean: cute.Tensor) -> cute.Tensor:
+    """The same if all elements are finite."""
+    values = cute.make_rmem_tensor((ALIGN_ELEMENTS, ROWS, CHUNKS), Float32)
+    minus = Identity.of(held.dtype, held.tile.last + 1, is_negative=True)
+    for j in range(CHUNKS):
+        first, second = (four_of(mean, 2 * j + x) for x in range(2))
+        for i in range(ROWS):
+            load = load_of(held, j, i)
+            for e, value in enumerate((*minus.add_first(first, load), *minus.add_second(second, load))):
+                values[e, i, j] = value
     return values
 
 

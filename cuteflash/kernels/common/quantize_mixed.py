@@ -12,6 +12,8 @@ A row with something that is not finite is mixed again, "careful": products woul
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Iterator
 
 import cutlass
@@ -82,8 +84,8 @@ class MixedTile(Tile):
         offsets = tuple(chunk * ALIGN_BYTES for chunk in self.chunks())
         self.load_row(rows, offsets, i, cute.recast_tensor(words, CUTE_DTYPES[dtype]))
 
-    def store_words(self, target: Rows, i: int | Int32, words: cute.Tensor) -> None:
-        """Write row `i` of 8-bit elements: `words` of its first half, then of the second."""
+    def store_row(self, target: Rows, i: int | Int32, words: cute.Tensor) -> None:
+        """Write the thread's row `i` of 8-bit elements: words of its first half, then of the second."""
         nbytes = ALIGN_ELEMENTS * self.loads
         atom = cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=nbytes * 8)
         pieces = cute.zipped_divide(words, (nbytes // 4,))
@@ -197,10 +199,10 @@ def pairs_of(mixed: cute.Tensor) -> Iterator[tuple[Float32, Float32]]:
             yield mixed[e], mixed[e + ALIGN_ELEMENTS]
 
 
-def is_finite(mixed: cute.Tensor) -> Boolean:
-    """Whether a row's elements were: in one sum or difference are all that are mixed with each other."""
-    a, b = next(pairs_of(mixed))
-    return size_of_pair(a, b) < Float32.inf
+def all_finite(rows: list[cute.Tensor]) -> Boolean:
+    """Whether all elements of some rows were: in a sum or difference are all that are mixed with each other."""
+    firsts = (next(pairs_of(mixed)) for mixed in rows)
+    return functools.reduce(operator.and_, (size_of_pair(a, b) < Float32.inf for a, b in firsts))
 
 
 def size_of_pair(a: Float32, b: Float32) -> Float32:

@@ -6,38 +6,19 @@ Heads share the cosines and sines of the tile. While a head's rows are measured 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from cuteflash.kernels.common.quantize_mixed import MixedTile, Mixer, eight_bits, is_finite, size_of
+from cuteflash.kernels.common.quantize_mixed import MixedTile, Mixer, all_finite, eight_bits, size_of
 from cuteflash.kernels.common.quantize_scales import Scales
-from cuteflash.kernels.common.quantize_tile import Rows
-from cuteflash.kernels.common.quantize_work import Place, Span, Work, choose, rotary_of, tile_span
+from cuteflash.kernels.common.quantize_tile import Rows, put_first_rows, put_row
+from cuteflash.kernels.common.quantize_work import HeadRows, Place, Span, Work, choose, rotary_of, tile_span
 from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
 from cuteflash.traits.quantize import QuantizeTraits
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadRows:
-    """The rows of heads that follow each other: of the first one, and bytes from a head to the next."""
-
-    rows: Rows
-    step: Int64
-
-    @classmethod
-    def of(cls, is_q: Boolean, both: tuple[cute.Tensor, cute.Tensor], origin: Int32, first: Int32) -> HeadRows:
-        """Of Q or K from head `first` on, see `Rows.of`."""
-        rows = choose(is_q, *(Rows.of(x, origin, first) for x in both))
-        return cls(rows, choose(is_q, *(Int64(x.stride[-2]) * (x.element_type.width // 8) for x in both)))
-
-    def __getitem__(self, number: Int32) -> Rows:
-        return Rows(self.rows.address + self.step * number, self.rows.stride)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,15 +95,12 @@ class RotatedHeads:
             for step in cutlass.range(visit.count, unroll=1):
                 place = Place(span.entry, visit.place.tile, visit.kv_head(step))
                 factor = problem.hadamard_scale / self.scales.of_qk(tensors, visit.is_q, place)[0]
-                target, is_fine = visit.target[step], Boolean(True)
-                for i in cutlass.range_constexpr(tile.rows):
-                    mixed = mixer.row(words[i], i)
-                    is_fine = is_fine & is_finite(mixed)
-                    self.put(target, tile, mixed, factor, i)
+                rows = [mixer.row(words[i], i) for i in range(tile.rows)]
+                is_fine = all_finite(rows)
+                results = [self.rounded(tile, rows[i], factor, i) for i in range(tile.rows)]
                 if step + 1 < visit.count:
                     self.load(visit.source[step + 1], tile, words)
-                if not cute.arch.vote_all_sync(is_fine):
-                    self.put_again(visit.source[step], target, mixer, factor)
+                self.put_all(visit, step, mixer, results, factor, is_fine)
 
     @cute.jit
     def convert_blocks(self, tensors: QuantizeTensors, visit: Visit, mixer: Mixer, words: list[cute.Tensor]):
@@ -140,19 +118,21 @@ class RotatedHeads:
         for step in cutlass.range(steps, unroll=1):
             head = self.head_of(step, count)
             rows = [mixer.row(words[i], i) for i in range(tile.rows)]
-            is_fine = functools.reduce(operator.and_, map(is_finite, rows))
+            is_fine = all_finite(rows)
             size = size_of(rows)
             if step + 1 < steps:  # not sooner, or the compiler computes some of the rows later
                 self.load(visit.source[self.head_of(step + 1, count)], tile, words)
             if const_expr(not problem.is_grouped):
                 factor = self.find_factor(tensors, visit, head, tile, size, numbers[None, step & 1])
-                self.put_all(visit, head, mixer, rows, factor, is_fine)
+                results = [self.rounded(tile, rows[i], factor, i) for i in range(tile.rows)]
+                self.put_all(visit, head, mixer, results, factor, is_fine)
             else:
                 peak = cutlass.select_(is_alone, size, cute.arch.fmax(peak, size))
                 if is_alone or step == count - 1:
                     factor = self.find_factor(tensors, visit, head, tile, peak, numbers[None, step & 1])
                 if is_alone or step >= count - 1:
-                    self.put_all(visit, head, mixer, rows, factor, is_fine)
+                    results = [self.rounded(tile, rows[i], factor, i) for i in range(tile.rows)]
+                    self.put_all(visit, head, mixer, results, factor, is_fine)
 
     def head_of(self, step: Int32, count: Int32) -> Int32:
         """The head that comes at a step, counted from the first one that the block visits."""
@@ -169,12 +149,11 @@ class RotatedHeads:
 
     @cute.jit
     def put_all(
-        self, visit: Visit, head: Int32, mixer: Mixer, rows: list[cute.Tensor], factor: Float32, is_fine: Boolean
+        self, visit: Visit, head: Int32, mixer: Mixer, results: list[cute.Tensor], factor: Float32, is_fine: Boolean
     ):
         """Write a thread's rows of a head; `is_fine` says whether all of their elements were finite."""
         target = visit.target[head]
-        for i in cutlass.range_constexpr(mixer.tile.rows):
-            self.put(target, mixer.tile, rows[i], factor, i)
+        put_first_rows(target, mixer.tile, results)
         if not cute.arch.vote_all_sync(is_fine):
             self.put_again(visit.source[head], target, mixer, factor)
 
@@ -206,15 +185,13 @@ class RotatedHeads:
         for i, row in enumerate(words):
             tile.load_words(source, i, row, self.problem.dtype)
 
-    @cute.jit
-    def put(self, target: Rows, tile: MixedTile, mixed: cute.Tensor, factor: Float32, i: int | Int32):
-        """Round a thread's row `i`, times a factor, and write it if the result has it."""
+    def rounded(self, tile: MixedTile, mixed: cute.Tensor, factor: Float32, i: int | Int32) -> cute.Tensor:
+        """Words of 8 bits of a thread's row `i`, times a factor; zeros if it does not count."""
         words = eight_bits(mixed, factor, self.problem.to)
-        if const_expr(self.problem.is_packed):
-            for w in cutlass.range_constexpr(cute.size(words)):
-                words[w] = cutlass.select_(tile.has(i), words[w], cutlass.Uint32(0))
-        if tile.is_written(i):
-            tile.store_words(target, i, words)
+        if self.problem.is_packed:
+            for w in range(cute.size(words)):
+                words[w] = cutlass.select_(tile.has(i), words[w], Uint32(0))
+        return words
 
     @cute.jit
     def put_again(self, source: Rows, target: Rows, mixer: Mixer, factor: Float32):
@@ -223,4 +200,5 @@ class RotatedHeads:
         for i in cutlass.range(tile.rows, unroll=1):
             words = tile.words()
             tile.load_words(source, i, words, self.problem.dtype)
-            self.put(target, tile, mixer.row(words, i, is_careful=True), factor, i)
+            mixed = mixer.row(words, i, is_careful=True)
+            put_row(target, tile, i, self.rounded(tile, mixed, factor, i))

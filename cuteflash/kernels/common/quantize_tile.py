@@ -26,6 +26,7 @@ CHUNKS = COLUMNS // ALIGN_ELEMENTS  # loads of 16 bytes of a thread in a row of 
 WORDS = COLUMNS // ROWS  # of a thread in a row of 8-bit elements
 NUMBERS = ALIGN_BYTES // 4  # of fp32 in 16 bytes
 TINY = 2.0**-126  # the smallest normal number of fp32
+MOST_THREADS = 1024  # of a block
 ROUND_PAIR = "cvt.rn.satfinite.{}x2.f32"
 
 
@@ -162,6 +163,16 @@ def own_thread(thread: Int32 | None) -> Int32:
     return cute.arch.thread_idx()[0] if thread is None else thread
 
 
+def thread_again(step: Int32) -> Int32:
+    """The calling thread's number, of which the compiler does not know that it is the same at each step.
+
+    So nothing that follows from it takes registers from one step to the next.
+    """
+    numbers = [cute.arch.thread_idx()[0], step]
+    copy = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0}; // {$r1}", write_only_types=[Int32], read_only_args=numbers)
+    return copy & (MOST_THREADS - 1)  # it is not negative
+
+
 def own_columns(vector: cute.Tensor, tile: Tile) -> cute.Tensor:
     """(columns,) of a (head_dim,) fp32 vector, which begins on 16 bytes, those that the thread has of a tile."""
     values = cute.make_rmem_tensor(COLUMNS, Float32)
@@ -176,6 +187,17 @@ def put_row(target: Rows, tile: Tile, i: int | Int32, words: cute.Tensor):
     """Write a thread's row `i` if the result has it."""
     if tile.is_written(i):
         tile.store_row(target, i, words)
+
+
+@cute.jit
+def put_first_rows(target: Rows, tile: Tile, rows: list[cute.Tensor]):
+    """Write as many of a thread's rows, those that the result has: with one branch if that has all."""
+    if tile.is_written(len(rows) - 1):
+        for i in cutlass.range_constexpr(len(rows)):
+            tile.store_row(target, i, rows[i])
+    else:
+        for i in cutlass.range_constexpr(len(rows) - 1):
+            put_row(target, tile, i, rows[i])
 
 
 def widened(row: cute.Tensor) -> cute.Tensor:

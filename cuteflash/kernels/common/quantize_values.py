@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS
@@ -24,14 +24,14 @@ from cuteflash.kernels.common.quantize_tile import (
     Tile,
     own_columns,
     put_columns,
-    put_row,
+    put_first_rows,
     rounded,
+    thread_again,
 )
 from cuteflash.kernels.common.quantize_work import Place, Span, Work, tile_span, tiles_of
 from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeProblem, QuantizeTensors
 from cuteflash.traits.quantize import COLUMNS, ROWS, QuantizeTraits
 
-MOST_THREADS = 1024  # of a block
 Value = Callable[[int, int], Float32]  # an element in fp32, of a thread's column and row
 
 
@@ -59,7 +59,7 @@ class Values:
             size = held.magnitude(mean) if self.problem.scales_by_block else None
             factor = self.factor(tensors, span, place, tile, size, self.scales.numbers()[None, 0])
             words = cute.make_rmem_tensor(COLUMNS, Uint32)
-            for j in range(CHUNKS):
+            for j in cutlass.range_constexpr(CHUNKS):
                 self.put_words(words, functools.partial(held.value, mean=mean), factor, j)
             self.put(tensors, span, place, tile, words, None)
 
@@ -98,8 +98,8 @@ class Values:
                     if step + 1 < count:  # not sooner, which would take registers
                         held.load_again(rows, following, j + 1)
             thread = thread_again(step)
-            again = Tile.of(tile.first, span.rows, problem.head_dim_v, traits.quads, thread)
-            self.put(tensors, span, own, dataclasses.replace(again, end=span.end), words, thread)
+            again = span.tile(tile.first, problem.head_dim_v, traits.quads, thread=thread)
+            self.put(tensors, span, own, again, words, thread)
 
     def tiles(self, tensors: QuantizeTensors) -> Int32:
         """How many tiles a head has."""
@@ -174,23 +174,15 @@ class Values:
             put_columns(target, tile, columns, traits, problem.head_dim_v, first_key, thread)
         else:
             target = Rows.of(tensors.v8, span.origin, place.head)
-            for i in cutlass.range_constexpr(ROWS):
-                row = cute.make_rmem_tensor(WORDS, Uint32)
-                for w in cutlass.range_constexpr(WORDS):
-                    row[w] = words[WORDS * i + w]
-                    if const_expr(problem.is_packed):
-                        row[w] = cutlass.select_(has[i], row[w], Uint32(0))
-                put_row(target, tile, i, row)
+            put_first_rows(target, tile, [self.row(words, i, has[i]) for i in range(ROWS)])
 
-
-def thread_again(step: Int32) -> Int32:
-    """The calling thread's number, of which the compiler does not know that it is the same at each step.
-
-    So nothing that follows from it takes registers from one step to the next.
-    """
-    numbers = [cute.arch.thread_idx()[0], step]
-    copy = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0}; // {$r1}", write_only_types=[Int32], read_only_args=numbers)
-    return copy & (MOST_THREADS - 1)  # it is not negative
+    def row(self, words: cute.Tensor, i: int, has: Boolean) -> cute.Tensor:
+        """(words,) of row `i` alone."""
+        row = cute.make_rmem_tensor(WORDS, Uint32)
+        for w in range(WORDS):
+            word = words[WORDS * i + w]
+            row[w] = cutlass.select_(has, word, Uint32(0)) if self.problem.is_packed else word
+        return row
 
 
 def value_of(values: cute.Tensor, e: int, i: int) -> Float32:

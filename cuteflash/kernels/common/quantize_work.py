@@ -8,7 +8,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Boolean, Int32, const_expr
+from cutlass import AddressSpace, Boolean, Int32, Int64, const_expr
 
 from cuteflash.core.schedule import owner_of
 from cuteflash.core.signature import ALIGN_BYTES, CUTE_DTYPES
@@ -46,13 +46,15 @@ class Span:
     rows: Int32
     end: Int32 | None = None
 
-    def tile(self, first: Int32, head_dim: int, quads: int, splits: bool = False) -> Tile:
+    def tile(
+        self, first: Int32, head_dim: int, quads: int, splits: bool = False, thread: Int32 | None = None
+    ) -> Tile:
         """The calling thread's part of a tile of `head_dim` columns that begins at row `first` of the sequence.
 
-        `splits` is `QuantizeProblem.splits_columns`.
+        `splits` is `QuantizeProblem.splits_columns`; `thread` is the thread's number, if it is at hand.
         """
         half = head_dim // COLUMNS if splits else 0
-        return dataclasses.replace(Tile.of(first, self.rows, head_dim, quads), end=self.end, half=half)
+        return dataclasses.replace(Tile.of(first, self.rows, head_dim, quads, thread), end=self.end, half=half)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,6 +256,23 @@ def choose(is_first: Boolean, first, second):
     if isinstance(first, Rows):
         return Rows(choose(is_first, first.address, second.address), choose(is_first, first.stride, second.stride))
     return cutlass.select_(is_first, first, second)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadRows:
+    """The rows of heads that follow each other: of the first one, and bytes from a head to the next."""
+
+    rows: Rows
+    step: Int64
+
+    @classmethod
+    def of(cls, is_q: Boolean, both: tuple[cute.Tensor, cute.Tensor], origin: Int32, first: Int32) -> HeadRows:
+        """Of Q or K from head `first` on, see `Rows.of`."""
+        rows = choose(is_q, *(Rows.of(x, origin, first) for x in both))
+        return cls(rows, choose(is_q, *(Int64(x.stride[-2]) * (x.element_type.width // 8) for x in both)))
+
+    def __getitem__(self, number: Int32) -> Rows:
+        return Rows(self.rows.address + self.step * Int64(number), self.rows.stride)
 
 
 def seqlen_of(tensors: QuantizeTensors, is_q: Boolean) -> Int32:
