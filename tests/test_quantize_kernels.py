@@ -49,7 +49,7 @@ def test_kernels_are_clean_and_load_16_bytes_at_a_time(kernels: KernelStore, nam
     # of heads that share a scale pairs, and pairs again.
     rows = traits_of(problem).visits if problem.rotary_dim and not problem.scales_by_block else ROWS
     if problem.is_grouped:
-        rows = 4 * ROWS
+        rows = 5 * ROWS
     assert compiled.count(f"F2FP.SATFINITE.{problem.to.upper()}") == 8 * (rows + ROWS)
 
 

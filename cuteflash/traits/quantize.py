@@ -133,7 +133,7 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
 def measuring_threads(problem: QuantizeProblem) -> int:
     """Threads of a multiprocessor that measure."""
     if not problem.measures_heads:
-        return THREADS
+        return SOME_THREADS if problem.is_packed else THREADS  # with 64 registers each those spilled
     if problem.mixes_rotated:
         return FEW_THREADS
     return SOME_THREADS if problem.splits_columns or not problem.rotary_dim else FEW_THREADS

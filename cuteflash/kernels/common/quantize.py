@@ -11,6 +11,7 @@ added in a fixed order, so that results repeat bit for bit.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -145,6 +146,7 @@ class Quantize:
         held = self.held(choose(is_q, *(Rows.of(x, span.origin, place.head) for x in (tensors.q, tensors.k))), tile)
         if self.problem.scales_by_block:
             factor = self.find_factor(tensors, is_q, place, tile, held.magnitude())
+            held = dataclasses.replace(held, tile=self.tile_again(span, place.tile))
         else:
             descale = self.scales.of_qk(tensors, is_q, Place(span.entry, place.tile, place.head // grouped))
             factor = self.problem.hadamard_scale / descale[0]
@@ -172,17 +174,21 @@ class Quantize:
         if cute.arch.vote_any_sync(peak == Float32.inf):
             peak = Float32(0.0)
             for head in cutlass.range(grouped, unroll=1):
-                again = span.tile(span.first, self.problem.head_dim, self.traits.quads, thread=thread_again(head))
-                peak = cute.arch.fmax(peak, self.held(source[head], again).largest_finite())
+                peak = cute.arch.fmax(peak, self.held(source[head], self.tile_again(span, head)).largest_finite())
             for h in cutlass.range_constexpr(2):  # what was not kept meanwhile
-                pair[h].words.store(self.held(source[rest + h], tile).words.load())
+                pair[h].words.store(self.held(source[rest + h], self.tile_again(span, grouped)).words.load())
         factor = self.find_factor(tensors, is_q, place, tile, peak)
+        again = self.tile_again(span, rest)
         for h in cutlass.range_constexpr(2):
-            self.put_held(target[rest + h], pair[h], factor)
+            self.put_held(target[rest + h], dataclasses.replace(pair[h], tile=again), factor)
         for head in cutlass.range(0, rest, 2, unroll=1):
-            pair = [self.held(source[h], tile) for h in (head, head + 1)]
+            pair = [self.held(source[h], again) for h in (head, head + 1)]
             for h in cutlass.range_constexpr(2):
                 self.put_held(target[head + h], pair[h], factor)
+
+    def tile_again(self, span: Span, number: Int32) -> Tile:
+        """The calling thread's part of a tile, found once more: to keep it would take registers beside the rows."""
+        return span.tile(span.first, self.problem.head_dim, self.traits.quads, thread=thread_again(number))
 
     def held(self, source: Rows, tile: Tile) -> Held:
         """A thread's rows of a tile of Q or K."""

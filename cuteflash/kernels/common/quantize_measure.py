@@ -112,18 +112,39 @@ class Measure:
         traits, problem = self.traits, self.problem
         is_q, place = work.place(number)
         span = self.span(tensors, is_q, place)
-        part = span.origin, place.head
         tiles = self.tiles(span)
+        source = choose(is_q, *(Rows.of(x, span.origin, place.head) for x in (tensors.q, tensors.k)))
+        peak = Float32(0.0)
+        if const_expr(problem.holds_rows):
+            peak = self.largest_held(source, span, tiles, problem.head_dim, problem.hadamard)
+        else:
+            for i in cutlass.range(tiles, unroll=1):
+                first = span.first + i * traits.tokens
+                tile = span.tile(first, problem.head_dim, traits.quads, problem.splits_columns)
+                rows = rotated(problem, tensors, is_q, (span.origin, place.head), tile)
+                peak = cute.arch.fmax(peak, largest_magnitude(rows))
+        self.put_magnitude(tensors, number, peak * problem.hadamard_scale)
+
+    @cute.jit
+    def largest_held(
+        self,
+        source: Rows,
+        span: Span,
+        tiles: Int32,
+        head_dim: cutlass.Constexpr[int],
+        hadamard: cutlass.Constexpr[int],
+    ):
+        """The largest finite magnitude of a thread's rows of some tiles; infinities are rare."""
         peak = Float32(0.0)
         for i in cutlass.range(tiles, unroll=1):
-            tile = span.tile(span.first + i * traits.tokens, problem.head_dim, traits.quads, problem.splits_columns)
-            if const_expr(problem.holds_rows):
-                source = choose(is_q, *(Rows.of(x, *part) for x in (tensors.q, tensors.k)))
-                size = Held.load(source, tile, problem.dtype, problem.hadamard).magnitude()
-            else:
-                size = largest_magnitude(rotated(problem, tensors, is_q, part, tile))
-            peak = cute.arch.fmax(peak, size)
-        self.put_magnitude(tensors, number, peak * problem.hadamard_scale)
+            tile = span.tile(span.first + i * self.traits.tokens, head_dim, self.traits.quads)
+            peak = cute.arch.fmax(peak, Held.load(source, tile, self.problem.dtype, hadamard).largest())
+        if cute.arch.vote_any_sync(peak == Float32.inf):
+            peak = Float32(0.0)
+            for i in cutlass.range(tiles, unroll=1):
+                tile = span.tile(span.first + i * self.traits.tokens, head_dim, self.traits.quads)
+                peak = cute.arch.fmax(peak, Held.load(source, tile, self.problem.dtype, hadamard).largest_finite())
+        return peak
 
     @cute.jit
     def measure_heads(self, tensors: QuantizeTensors, work: Work, blocks: Work, number: Int32):
@@ -185,10 +206,8 @@ class Measure:
             tile = span.tile(span.first, problem.head_dim_v, traits.quads)
             self.put_columns(tensors, work, number, tile, (sums, extremes))
         else:
-            peak = Float32(0.0)
-            for i in cutlass.range(tiles, unroll=1):
-                peak = cute.arch.fmax(peak, self.values(tensors, span, place, i).magnitude())
-            self.put_magnitude(tensors, number, peak)
+            source = Rows.of(tensors.v, span.origin, place.head)
+            self.put_magnitude(tensors, number, self.largest_held(source, span, tiles, problem.head_dim_v, 0))
 
     def values(self, tensors: QuantizeTensors, span: Span, place: Place, i: Int32) -> Held:
         """A thread's rows of tile `i` of a part of V."""
