@@ -124,8 +124,8 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
         threads = FEW_THREADS
     elif problem.smooths_v and (problem.is_packed or problem.scales_by_block or head_dim <= 64):
         threads = min(threads, SOME_THREADS)  # with 64 registers each these spilled
-    if problem.mixes_rotated and problem.smooths_v:
-        traits = dataclasses.replace(traits, centres_v=True, tiles_of_v=1 if problem.is_packed else 4)
+    if problem.mixes_rotated and problem.smooths_v and problem.transposes_v and not problem.is_packed:
+        traits = dataclasses.replace(traits, centres_v=True, tiles_of_v=4)
     resident, measuring = (max(count // traits.num_threads, 1) for count in (threads, measuring))
     return dataclasses.replace(traits, resident=resident, measuring=measuring)
 

@@ -25,7 +25,8 @@ from cutlass.memory import SmemAllocator
 from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS, CUTE_DTYPES
 from cuteflash.kernels.common.quantize_held import half_of
 from cuteflash.kernels.common.quantize_products import QUAD, ZEROS, Identity, first_bits, mma_tf32, tf32_signs
-from cuteflash.kernels.common.quantize_tile import NUMBERS, WORDS, Rotary, Rows, Tile, peak_of, rounded
+from cuteflash.kernels.common.quantize_tile import NUMBERS, WORDS, Rotary, Rows, Tile, own_thread, peak_of, rounded
+from cuteflash.kernels.common.quantize_work import Span
 from cuteflash.problem import Dtype, Fp8Dtype
 from cuteflash.traits.quantize import COLUMNS, ROWS, QuantizeTraits
 
@@ -46,20 +47,20 @@ class MixedTile(Tile):
     spacing: cutlass.Constexpr[int] = 1
 
     @classmethod
-    def at(cls, first: Int32, seqlen: Int32, end: Int32 | None, head_dim: int, tokens: int) -> MixedTile:
-        """The calling thread's part of a tile of `tokens` rows that begins at row `first`, see `Span`."""
+    def at(cls, span: Span, head_dim: int, tokens: int, thread: Int32 | None = None) -> MixedTile:
+        """The calling thread's part of the first tile of `tokens` rows; `thread` is its number, if it is at hand."""
         lanes = max(head_dim // (2 * COLUMNS), QUAD)
         loads = head_dim // 2 // lanes // ALIGN_ELEMENTS
         rows = COLUMNS * ROWS // (2 * loads * ALIGN_ELEMENTS)
-        thread, spacing = cute.arch.thread_idx()[0], tokens // rows
+        thread, spacing = own_thread(thread), tokens // rows
         place = thread // lanes
         return cls(
-            first=first,
-            last=seqlen - 1,
+            first=span.first,
+            last=span.rows - 1,
             lane=thread % lanes,
             quad=cutlass.min(place, spacing - 1),
             is_own=place < spacing,
-            end=end,
+            end=span.end,
             half=lanes * loads,
             loads=loads,
             rows=rows,

@@ -15,7 +15,7 @@ from cutlass.memory import SmemAllocator
 
 from cuteflash.kernels.common.quantize_mixed import MixedTile, Mixer, all_finite, eight_bits, size_of
 from cuteflash.kernels.common.quantize_scales import Scales
-from cuteflash.kernels.common.quantize_tile import Rows, put_first_rows, put_row
+from cuteflash.kernels.common.quantize_tile import Rows, put_first_rows, put_row, thread_again
 from cuteflash.kernels.common.quantize_work import HeadRows, Place, Span, Work, choose, rotary_of, tile_span
 from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
 from cuteflash.traits.quantize import QuantizeTraits
@@ -78,13 +78,17 @@ class RotatedHeads:
             target=HeadRows.of(is_q, (tensors.q8, tensors.k8), span.origin, first),
         )
 
+    def tile(self, span: Span, thread: Int32 | None = None) -> MixedTile:
+        """The calling thread's part of the first tile of `span`."""
+        return MixedTile.at(span, self.problem.head_dim, self.traits.tokens, thread)
+
     @cute.jit
     def convert(self, tensors: QuantizeTensors, work: Work, number: Int32):
         """Convert a tile of some heads."""
         problem = self.problem
         visit = self.visit(tensors, work, number)
         span = visit.span
-        tile = MixedTile.at(span.first, span.rows, span.end, problem.head_dim, self.traits.tokens)
+        tile = self.tile(span)
         mixer = Mixer.of(tile, problem.dtype, self.traits)
         words = [tile.words() for _ in range(tile.rows)]
         self.load(visit.source[Int32(0)], tile, words)
@@ -97,10 +101,10 @@ class RotatedHeads:
                 factor = problem.hadamard_scale / self.scales.of_qk(tensors, visit.is_q, place)[0]
                 rows = [mixer.row(words[i], i) for i in range(tile.rows)]
                 is_fine = all_finite(rows)
-                results = [self.rounded(tile, rows[i], factor, i) for i in range(tile.rows)]
+                results = self.results(tile, rows, factor)
                 if step + 1 < visit.count:
                     self.load(visit.source[step + 1], tile, words)
-                self.put_all(visit, step, mixer, results, factor, is_fine)
+                self.put(visit, step, mixer, results, factor, is_fine)
 
     @cute.jit
     def convert_blocks(self, tensors: QuantizeTensors, visit: Visit, mixer: Mixer, words: list[cute.Tensor]):
@@ -124,15 +128,17 @@ class RotatedHeads:
                 self.load(visit.source[self.head_of(step + 1, count)], tile, words)
             if const_expr(not problem.is_grouped):
                 factor = self.find_factor(tensors, visit, head, tile, size, numbers[None, step & 1])
-                results = [self.rounded(tile, rows[i], factor, i) for i in range(tile.rows)]
-                self.put_all(visit, head, mixer, results, factor, is_fine)
+                mixer_again = self.mixer_again(visit.span, mixer, step)
+                results = self.results(mixer_again.tile, rows, factor)
+                self.put(visit, head, mixer_again, results, factor, is_fine)
             else:
                 peak = cutlass.select_(is_alone, size, cute.arch.fmax(peak, size))
                 if is_alone or step == count - 1:
                     factor = self.find_factor(tensors, visit, head, tile, peak, numbers[None, step & 1])
                 if is_alone or step >= count - 1:
-                    results = [self.rounded(tile, rows[i], factor, i) for i in range(tile.rows)]
-                    self.put_all(visit, head, mixer, results, factor, is_fine)
+                    mixer_again = self.mixer_again(visit.span, mixer, step)
+                    results = self.results(mixer_again.tile, rows, factor)
+                    self.put(visit, head, mixer_again, results, factor, is_fine)
 
     def head_of(self, step: Int32, count: Int32) -> Int32:
         """The head that comes at a step, counted from the first one that the block visits."""
@@ -148,7 +154,7 @@ class RotatedHeads:
         return self.problem.hadamard_scale / found
 
     @cute.jit
-    def put_all(
+    def put(
         self, visit: Visit, head: Int32, mixer: Mixer, results: list[cute.Tensor], factor: Float32, is_fine: Boolean
     ):
         """Write a thread's rows of a head; `is_fine` says whether all of their elements were finite."""
@@ -165,7 +171,7 @@ class RotatedHeads:
         shape = traits.num_threads, traits.visits
         found = SmemAllocator().allocate_tensor(Float32, cute.make_layout(shape))[cute.arch.thread_idx()[0], None]
         found.fill(0.0)
-        tile = MixedTile.at(span.first, span.rows, span.end, problem.head_dim, traits.tokens)
+        tile = self.tile(span)
         mixer = Mixer.of(tile, problem.dtype, traits)
         words = [tile.words() for _ in range(tile.rows)]
         for t in cutlass.range(tiles, unroll=1):
@@ -184,6 +190,14 @@ class RotatedHeads:
         """Load a thread's rows."""
         for i, row in enumerate(words):
             tile.load_words(source, i, row, self.problem.dtype)
+
+    def mixer_again(self, span: Span, mixer: Mixer, step: Int32) -> Mixer:
+        """The same; of packed sequences with a tile that is found once more: to keep it would take registers."""
+        return dataclasses.replace(mixer, tile=self.tile(span, thread_again(step))) if self.problem.is_packed else mixer
+
+    def results(self, tile: MixedTile, rows: list[cute.Tensor], factor: Float32) -> list[cute.Tensor]:
+        """Words of 8 bits of a thread's rows, see `rounded`."""
+        return [self.rounded(tile, mixed, factor, i) for i, mixed in enumerate(rows)]
 
     def rounded(self, tile: MixedTile, mixed: cute.Tensor, factor: Float32, i: int | Int32) -> cute.Tensor:
         """Words of 8 bits of a thread's row `i`, times a factor; zeros if it does not count."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS
@@ -17,14 +17,13 @@ from cuteflash.kernels.common.quantize_centred import less_than_mean, size_of_va
 from cuteflash.kernels.common.quantize_held import Held
 from cuteflash.kernels.common.quantize_scales import Scales
 from cuteflash.kernels.common.quantize_tile import (
-    CHUNKS,
     NUMBERS,
     WORDS,
     Rows,
     Tile,
     own_columns,
     put_columns,
-    put_first_rows,
+    put_row,
     rounded,
     thread_again,
 )
@@ -46,26 +45,29 @@ class Values:
     @cute.jit
     def convert(self, tensors: QuantizeTensors, work: Work, number: Int32):
         """Convert a tile of a head, or several."""
+        problem = self.problem
         place = work.v.place(number - work.first_v())
         if const_expr(self.traits.centres_v):
             self.convert_tiles(tensors, place)
         else:
-            span = tile_span(self.problem, self.traits, tensors, None, place)
-            tile = span.tile(span.first, self.problem.head_dim_v, self.traits.quads)
-            held = Held.load(Rows.of(tensors.v, span.origin, place.head), tile, self.problem.dtype)
+            span = tile_span(problem, self.traits, tensors, None, place)
+            tile = span.tile(span.first, problem.head_dim_v, self.traits.quads)
+            held = Held.load(Rows.of(tensors.v, span.origin, place.head), tile, problem.dtype)
             mean = None
-            if const_expr(self.problem.smooths_v):
+            if const_expr(problem.smooths_v):
                 mean = self.mean(tensors, span, place, tile)
-            size = held.magnitude(mean) if self.problem.scales_by_block else None
+            size = held.magnitude(mean) if problem.scales_by_block else None
             factor = self.factor(tensors, span, place, tile, size, self.scales.numbers()[None, 0])
-            words = cute.make_rmem_tensor(COLUMNS, Uint32)
-            for j in cutlass.range_constexpr(CHUNKS):
-                self.put_words(words, functools.partial(held.value, mean=mean), factor, j)
-            self.put(tensors, span, place, tile, words, None)
+            value = functools.partial(held.value, mean=mean)
+            if const_expr(problem.transposes_v):
+                words = [self.column(value, factor, e) for e in range(COLUMNS)]
+                self.put_columns(tensors, place, tile, words)
+            else:
+                self.put_rows(Rows.of(tensors.v8, span.origin, place.head), tile, value, factor)
 
     @cute.jit
     def convert_tiles(self, tensors: QuantizeTensors, place: Place):
-        """Convert tiles of a head that follow each other: while one is written, the next one is loaded.
+        """Transpose tiles of a head that follow each other: while one is written, the next one is loaded.
 
         Elements minus their mean stay fp32 in between.
         """
@@ -80,8 +82,8 @@ class Values:
         count = cutlass.min(traits.tiles_of_v, self.tiles(tensors) - first)
         for step in cutlass.range(count, unroll=1):
             tile = dataclasses.replace(tile, first=span.first + step * traits.tokens)
-            values = less_than_mean(dataclasses.replace(held, tile=tile), rows, mean)
             following = dataclasses.replace(tile, first=tile.first + traits.tokens)
+            values = less_than_mean(dataclasses.replace(held, tile=tile), rows, mean)
             if step + 1 < count:
                 held.load_again(rows, following, 0)
             size = None
@@ -91,15 +93,14 @@ class Values:
                 cute.arch.sync_threads()  # what the last tile had in shared memory is read
             own = Place(place.batch, first + step, place.head)
             factor = -self.factor(tensors, span, own, tile, size, numbers[None, step & 1])
-            words = cute.make_rmem_tensor(COLUMNS, Uint32)
-            for j in cutlass.range_constexpr(CHUNKS):
-                self.put_words(words, functools.partial(value_of, values), factor, j)
-                if const_expr(j + 1 < CHUNKS):
-                    if step + 1 < count:  # not sooner, which would take registers
-                        held.load_again(rows, following, j + 1)
+            value = functools.partial(value_of, values)
+            words = [self.column(value, factor, e) for e in range(ALIGN_ELEMENTS)]
+            if step + 1 < count:  # not sooner, which would take registers
+                held.load_again(rows, following, 1)
+            words += [self.column(value, factor, e) for e in range(ALIGN_ELEMENTS, COLUMNS)]
             thread = thread_again(step)
             again = span.tile(tile.first, problem.head_dim_v, traits.quads, thread=thread)
-            self.put(tensors, span, own, again, words, thread)
+            self.put_columns(tensors, own, again, words, thread)
 
     def tiles(self, tensors: QuantizeTensors) -> Int32:
         """How many tiles a head has."""
@@ -143,46 +144,35 @@ class Values:
         self.scales.put(descale, found, self.scales.has(tensors.v_descale, place))
         return 1.0 / found
 
-    def put_words(self, words: cute.Tensor, value: Value, factor: Float32, j: int) -> None:
-        """Elements of load `j` times a factor in 8 bits, four in a word: of a column if V is transposed, else of a row.
+    def column(self, value: Value, factor: Float32, e: int) -> Uint32:
+        """A thread's four elements of a column times a factor, in 8 bits."""
+        return rounded(*(value(e, i) * factor for i in range(ROWS)), self.problem.to)
 
-        All 16 words are those of a thread's columns, or of its rows.
-        """
-        for x in range(COLUMNS):
-            if self.problem.transposes_v:
-                places = [(x, i) for i in range(ROWS)]
-            else:
-                places = [(x % WORDS * ROWS + b, x // WORDS) for b in range(4)]
-            if places[0][0] // ALIGN_ELEMENTS == j:
-                words[x] = rounded(*(value(e, i) * factor for e, i in places), self.problem.to)
-
-    @cute.jit
-    def put(
-        self, tensors: QuantizeTensors, span: Span, place: Place, tile: Tile, words: cute.Tensor, thread: Int32 | None
-    ):
-        """Write a tile, zeros in place of rows that do not count."""
-        problem, traits = self.problem, self.traits
-        has = [tile.has(i) for i in range(ROWS)]
-        if const_expr(problem.transposes_v):
-            of_rows = [cutlass.select_(has[i], Uint32(0xFF << 8 * i), Uint32(0)) for i in range(ROWS)]
-            mask = functools.reduce(operator.or_, of_rows)
-            columns = [words[e] & mask for e in range(COLUMNS)]
-            if const_expr(problem.is_packed):
-                target, first_key = tensors.v8[place.head, None, None], place.tile * traits.tokens
-            else:
-                target, first_key = tensors.v8[place.batch, place.head, None, None], None
-            put_columns(target, tile, columns, traits, problem.head_dim_v, first_key, thread)
+    def put_columns(
+        self, tensors: QuantizeTensors, place: Place, tile: Tile, words: list[Uint32], thread: Int32 | None = None
+    ) -> None:
+        """Write a tile of V^T, zeros in place of rows that do not count."""
+        of_rows = (cutlass.select_(tile.has(i), Uint32(0xFF << 8 * i), Uint32(0)) for i in range(ROWS))
+        mask = functools.reduce(operator.or_, of_rows)
+        words = [word & mask for word in words]
+        traits, head_dim = self.traits, self.problem.head_dim_v
+        if self.problem.is_packed:
+            first_key = place.tile * traits.tokens
+            put_columns(tensors.v8[place.head, None, None], tile, words, traits, head_dim, first_key)
         else:
-            target = Rows.of(tensors.v8, span.origin, place.head)
-            put_first_rows(target, tile, [self.row(words, i, has[i]) for i in range(ROWS)])
+            target = tensors.v8[place.batch, place.head, None, None]
+            put_columns(target, tile, words, traits, head_dim, None, thread)
 
-    def row(self, words: cute.Tensor, i: int, has: Boolean) -> cute.Tensor:
-        """(words,) of row `i` alone."""
-        row = cute.make_rmem_tensor(WORDS, Uint32)
-        for w in range(WORDS):
-            word = words[WORDS * i + w]
-            row[w] = cutlass.select_(has, word, Uint32(0)) if self.problem.is_packed else word
-        return row
+    def put_rows(self, target: Rows, tile: Tile, value: Value, factor: Float32) -> None:
+        """Write a tile, likewise if the result has a place for such rows."""
+        for i in range(ROWS):
+            words = cute.make_rmem_tensor(WORDS, Uint32)
+            for w in range(WORDS):
+                four = (value(e, i) * factor for e in range(ROWS * w, ROWS * (w + 1)))
+                words[w] = rounded(*four, self.problem.to)
+                if self.problem.is_packed:
+                    words[w] = cutlass.select_(tile.has(i), words[w], Uint32(0))
+            put_row(target, tile, i, words)
 
 
 def value_of(values: cute.Tensor, e: int, i: int) -> Float32:
