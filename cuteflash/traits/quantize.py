@@ -67,13 +67,19 @@ class QuantizeTraits:
         """Shared memory of a block: a tile of V^T or the sums of a tile's columns, and a number for each warp."""
         return max(self.head_dim * self.tokens, 4 * self.quads * self.head_dim) + 4 * WARP
 
-    def carveout(self, columns: int) -> int:
+    def carveout(self, columns: int, of_thread: int = 0) -> int:
         """Percent of a multiprocessor's memory that its blocks share; the rest caches what they load.
 
         Args:
             columns: of a tile of V^T, 0 if there is none.
+            of_thread: bytes that each thread has for itself.
         """
-        return percent_of_smem(self.resident * (self.tokens * columns + BLOCK_SMEM + 4 * WARP))
+        of_block = self.tokens * columns + BLOCK_SMEM + 2 * 4 * WARP + self.num_threads * of_thread
+        return percent_of_smem(self.resident * of_block)
+
+    def measuring_carveout(self, of_thread: int = 0) -> int:
+        """The same of the kernel that measures."""
+        return percent_of_smem(self.measuring * (self.smem_bytes + BLOCK_SMEM + self.num_threads * of_thread))
 
     def parts(self, seqlen: Any) -> Any:
         """How many blocks measure a head of `seqlen` tokens, at least one, for a Python int or a traced value."""
@@ -102,6 +108,11 @@ class QuantizeTraits:
         return magnitudes + kv_heads * of_k * of_v
 
 
+def angles_bytes(problem: QuantizeProblem) -> int:
+    """Bytes of shared memory that a thread has for cosines and sines in fp32: those of the pairs that it rotates."""
+    return ROWS * COLUMNS * 4 if problem.mixes_rotated else 0
+
+
 def percent_of_smem(nbytes: int) -> int:
     """What a multiprocessor's blocks share, in percent of the largest such part of its memory."""
     return min(-(-100 * nbytes // SMEM_PER_SM), 100)
@@ -117,8 +128,9 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
         traits = dataclasses.replace(traits, visits=4)
     if problem.smooths_v and not problem.measures_heads:  # little to measure: more blocks; and what of V is in L2 first
         traits = dataclasses.replace(traits, tiles_of_part=2, mixes=False)
-    measuring = measuring_threads(problem)
-    threads = SOME_THREADS if problem.rotary_dim and problem.splits_columns else FEW_THREADS if problem.rotary_dim else THREADS
+    measuring, threads = measuring_threads(problem), THREADS
+    if problem.rotary_dim:
+        threads = SOME_THREADS if problem.splits_columns else FEW_THREADS
     many_rows = problem.scales_by_block and (problem.is_grouped or not problem.holds_rows)
     if many_rows or (problem.rotary_dim and problem.hadamard):
         threads = FEW_THREADS
@@ -126,6 +138,8 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
         threads = min(threads, SOME_THREADS)  # with 64 registers each these spilled
     if problem.mixes_rotated and problem.smooths_v and problem.transposes_v and not problem.is_packed:
         traits = dataclasses.replace(traits, centres_v=True, tiles_of_v=4)
+    if problem.mixes_rotated and problem.is_grouped:  # blocks of Q take long: first those, and last of all short ones
+        traits = dataclasses.replace(traits, visits=2, mixes=False, backwards=False)
     resident, measuring = (max(count // traits.num_threads, 1) for count in (threads, measuring))
     return dataclasses.replace(traits, resident=resident, measuring=measuring)
 

@@ -50,7 +50,7 @@ from cuteflash.kernels.common.quantize_work import (
     tiles_of,
 )
 from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeProblem, QuantizeTensors
-from cuteflash.traits.quantize import ROWS, QuantizeTraits
+from cuteflash.traits.quantize import COLUMNS, ROWS, QuantizeTraits, angles_bytes
 
 
 class Quantize:
@@ -80,10 +80,16 @@ class Quantize:
             grid=(work.size(), 1, 1),
             block=(self.traits.num_threads, 1, 1),
             min_blocks_per_mp=self.traits.resident,
-            preferred_smem_carveout=self.traits.carveout(self.problem.head_dim_v if self.problem.transposes_v else 0),
+            preferred_smem_carveout=self.carveout(),
             stream=stream,
             use_pdl=self.problem.measures,
         )
+
+    def carveout(self) -> int:
+        """See `QuantizeTraits`."""
+        of_mean = COLUMNS * 4 if self.traits.centres_v else 0
+        columns = self.problem.head_dim_v if self.problem.transposes_v else 0
+        return self.traits.carveout(columns, angles_bytes(self.problem) + of_mean)
 
     def work(self, tensors: QuantizeTensors) -> Work:
         """All tiles; a block of Q or K has the same tile of several heads."""

@@ -37,7 +37,7 @@ from cuteflash.kernels.common.quantize_work import (
     seqlen_of,
 )
 from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
-from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits, percent_of_smem
+from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits, angles_bytes
 
 SCALE_THREADS = 256
 EXTREMES = ("min", "max")
@@ -62,13 +62,18 @@ class Measure:
             grid=(blocks.size(), 1, 1),
             block=(self.traits.num_threads, 1, 1),
             min_blocks_per_mp=self.traits.measuring,
-            preferred_smem_carveout=percent_of_smem(self.traits.measuring * self.traits.smem_bytes),
+            preferred_smem_carveout=self.carveout(),
             stream=stream,
         )
         self.scale.set_name_prefix("flash_quantize_scale", remove_cutlass_symbol=True)
         self.scale(tensors, work).launch(
             grid=(kv_heads, batch, 1), block=(SCALE_THREADS, 1, 1), stream=stream, use_pdl=True
         )
+
+    def carveout(self) -> int:
+        """See `QuantizeTraits`."""
+        of_heads = angles_bytes(self.problem) + 4 * self.traits.visits
+        return self.traits.measuring_carveout(of_heads if self.problem.measures_heads else 0)
 
     def work(self, tensors: QuantizeTensors) -> Work:
         """All parts that are measured."""
@@ -196,11 +201,11 @@ class Measure:
             identity = Identity.of(problem.dtype, span.rows)
             for i in cutlass.range(tiles, unroll=1):
                 held = self.values(tensors, span, place, i)
+                if const_expr(problem.measures_heads):
+                    take_extremes(extremes, held, EXTREMES)  # of a row that is there twice, too
                 if held.tile.first + traits.tokens > held.tile.last + 1:
                     clear_missing(held)
                 add_tile(sums, held, identity)
-                if const_expr(problem.measures_heads):
-                    take_extremes(extremes, held, EXTREMES)
             if not cute.arch.vote_all_sync(nothing_of([sums[e] for e in range(COLUMNS)]) == Float32(0.0)):
                 self.measure_again(tensors, span, place, tiles, sums, extremes)
             tile = span.tile(span.first, problem.head_dim_v, traits.quads)

@@ -39,8 +39,8 @@ class Visit:
     target: HeadRows
 
     def kv_head(self, number: Int32) -> Int32:
-        """The KV head of the head with this number among those that the block visits."""
-        return (self.first + number) // self.sharing
+        """The KV head of the head with this number among those of the block, which has all or one that share a scale."""
+        return cutlass.select_(self.sharing == 1, self.first + number, self.place.head)
 
     def is_listed(self, scales: Scales, tensors: QuantizeTensors) -> Boolean | bool:
         """Whether the tile has a scale."""
@@ -96,8 +96,10 @@ class RotatedHeads:
         if const_expr(problem.scales_by_block):
             self.convert_blocks(tensors, visit, mixer, words)
         else:
+            kv_head = visit.first // visit.sharing
+            rest = visit.first - kv_head * visit.sharing  # heads before the next one that share its KV head
             for step in cutlass.range(visit.count, unroll=1):
-                place = Place(span.entry, visit.place.tile, visit.kv_head(step))
+                place = Place(span.entry, visit.place.tile, kv_head)
                 factor = problem.hadamard_scale / self.scales.of_qk(tensors, visit.is_q, place)[0]
                 rows = [mixer.row(words[i], i) for i in range(tile.rows)]
                 is_fine = all_finite(rows)
@@ -105,6 +107,8 @@ class RotatedHeads:
                 if step + 1 < visit.count:
                     self.load(visit.source[step + 1], tile, words)
                 self.put(visit, step, mixer, results, factor, is_fine)
+                is_last = rest + 1 == visit.sharing
+                kv_head, rest = kv_head + cutlass.select_(is_last, 1, 0), cutlass.select_(is_last, 0, rest + 1)
 
     @cute.jit
     def convert_blocks(self, tensors: QuantizeTensors, visit: Visit, mixer: Mixer, words: list[cute.Tensor]):
