@@ -56,8 +56,9 @@ class Held:
     def load_again(self, rows: Rows, tile: Tile, j: int) -> None:
         """Load `j` of each row comes from another tile."""
         for i in range(ROWS):
-            target = cute.zipped_divide(self.words[None, i], (WORDS,))[None, j]
-            tile.load_row(rows, (tile.chunks()[j] * ALIGN_BYTES,), i, cute.recast_tensor(target, CUTE_DTYPES[self.dtype]))
+            words = cute.zipped_divide(self.words[None, i], (WORDS,))[None, j]
+            target = cute.recast_tensor(words, CUTE_DTYPES[self.dtype])
+            tile.load_row(rows, (tile.chunks()[j] * ALIGN_BYTES,), i, target)
 
     def value(self, e: int, i: int, mean: cute.Tensor | None = None) -> Float32:
         """Column `e` of row `i` as it was loaded, minus a mean (columns,) if there is one, fp32."""
@@ -73,7 +74,7 @@ class Held:
         return [x * factor + y for x, y in zip(odd, products)] + [y - x * factor for x, y in zip(odd, products)]
 
     def halves(self, i: int, w: int, use: str) -> tuple[Sums, Sums]:
-        """Two pairs of numbers whose sums and differences are the four columns from 4w on of row `i` after the rotation.
+        """Two pairs of numbers whose sums and differences are the four columns from 4w on of row `i` when rotated.
 
         What was made for another `use` is made again: to keep it would take 64 registers.
         """

@@ -87,7 +87,8 @@ class Measure:
             heads_q, heads_k = 0, 0
         else:
             heads_q, heads_k = heads, kv_heads
-        return Work(HeadTiles.of(batch, of_q, heads_q), HeadTiles.of(batch, of_k, heads_k), HeadTiles.of(batch, of_k, kv_heads))
+        q, k = HeadTiles.of(batch, of_q, heads_q), HeadTiles.of(batch, of_k, heads_k)
+        return Work(q, k, HeadTiles.of(batch, of_k, kv_heads))
 
     def blocks(self, tensors: QuantizeTensors) -> Work:
         """The blocks that measure them: one of Q or K has the same part of several heads."""
@@ -174,7 +175,7 @@ class Measure:
 
     @cute.jit
     def sizes(self, tensors: QuantizeTensors, is_q: Boolean, span: Span, heads: list[Int32]):
-        """(heads,) the largest magnitude that a thread has seen of each of some heads, of one that is twice there twice."""
+        """(heads,) the largest magnitude that a thread has seen of each of some heads."""
         traits, problem = self.traits, self.problem
         sources = [choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q, tensors.k))) for head in heads]
         peaks = cute.make_rmem_tensor(traits.visits, Float32)

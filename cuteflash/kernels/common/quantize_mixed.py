@@ -1,10 +1,10 @@
 """Rows of Q and K with a rotary embedding of all their columns and after it a Hadamard rotation of each 64.
 
 A thread has the same columns of both halves of a row, which the embedding rotates together, in fp32; four neighbouring
-threads have 64 columns between them, which products of tensor cores in tf32 mix. A number has 24 bits and an operand 11,
-so that there is a product for its first bits and one for the rest, exact but for sums in fp32. Of the columns' bits a
-product mixes those between threads and one within them; sums and differences in fp32 mix the others, the last of them
-where they are used. What the elements are to fp32 is a product with the identity.
+threads have 64 columns between them, which tensor cores mix, in products of tf32. A number has 24 bits and an operand
+11 of them, so that there is a product for a number's first bits and one for the rest: exact to 22 bits, and but for
+sums in fp32. Of the columns' bits products mix those between threads and one within them; sums and differences in fp32
+mix the others, the last of them where they are used. Elements become fp32 by a product with the identity.
 
 A row with something that is not finite is mixed again, "careful": products would make NaN of all of it.
 """
@@ -25,7 +25,8 @@ from cutlass.memory import SmemAllocator
 from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS, CUTE_DTYPES
 from cuteflash.kernels.common.quantize_held import half_of
 from cuteflash.kernels.common.quantize_products import QUAD, ZEROS, Identity, first_bits, mma_tf32, tf32_signs
-from cuteflash.kernels.common.quantize_tile import NUMBERS, WORDS, Rotary, Rows, Tile, own_thread, peak_of, rounded
+from cuteflash.kernels.common.quantize_rotary import Rotary
+from cuteflash.kernels.common.quantize_tile import NUMBERS, WORDS, Rows, Tile, own_thread, peak_of, rounded
 from cuteflash.kernels.common.quantize_work import Span
 from cuteflash.problem import Dtype, Fp8Dtype
 from cuteflash.traits.quantize import COLUMNS, ROWS, QuantizeTraits
@@ -102,7 +103,7 @@ class Mixer:
     Attributes:
         tile: which one.
         identity: see there.
-        signs: of the rotation's matrix, see `tf32_signs`.
+        signs: see `tf32_signs`.
         angles: (4, 16 bytes of a thread) its fp32 cosines and sines, in shared memory.
         dtype: element type of Q and K.
     """

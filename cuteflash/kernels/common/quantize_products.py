@@ -1,9 +1,8 @@
-"""Products of tensor cores with which the quantising kernels move, add and rotate a thread's elements.
+"""Products of tensor cores with which the quantising kernels convert, add and rotate a thread's elements.
 
-Thread 4g + t of a warp has of an operand's rows g and g + 8 some columns that t gives, and of the result's the same rows.
-So whatever these rows are taken for, what a thread gets comes from four neighbouring threads, and with a matrix that
-holds the identity from itself: sixteen elements to fp32 in two instructions, or, eight columns and eight rows at a time,
-added to what is in fp32 already.
+Thread 4g + t of a warp has elements of an operand's rows g and g + 8, in columns that t gives, and of these rows of the
+result. So whatever rows are taken for, what a thread gets comes from four neighbouring threads, and with the identity
+it comes from itself: 16-bit elements in fp32, added to what is in fp32 already, four in an instruction.
 
 An element that is not finite makes NaN of all that its row of the operand gives.
 """
@@ -89,9 +88,10 @@ def signs_of(dtype: Dtype) -> Uint32:
 
 
 def tf32_signs() -> tuple[Uint32, Uint32]:
-    """The same of a product in tf32, for an even row and for an odd one.
+    """The same of a product in tf32, for columns of a thread that are even, and odd.
 
-    Row t + 4b and column 2g' + g'' of the matrix meet: t and g' are threads, b and g'' a bit of the columns in a thread.
+    Row t + 4b and column 2g' + g'' of the matrix meet in thread 4g + t, if g is 2g' + g'': t and g' are threads, b and
+    g'' the lowest bit of the columns within them.
     """
     t, g = place_of_lane()
     even = Uint32(ONE) ^ cutlass.select_(odd_bits(t & (g >> 1)) == 1, Uint32(SECOND_SIGN), Uint32(0))

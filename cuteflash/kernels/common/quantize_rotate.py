@@ -39,7 +39,7 @@ class Visit:
     target: HeadRows
 
     def kv_head(self, number: Int32) -> Int32:
-        """The KV head of the head with this number among those of the block, which has all or one that share a scale."""
+        """The KV head of the block's head `number`, if heads that share a scale are all of the block's."""
         return cutlass.select_(self.sharing == 1, self.first + number, self.place.head)
 
     def is_listed(self, scales: Scales, tensors: QuantizeTensors) -> Boolean | bool:

@@ -13,8 +13,9 @@ from cutlass import AddressSpace, Boolean, Int32, Int64, const_expr
 from cuteflash.core.schedule import owner_of
 from cuteflash.core.signature import ALIGN_BYTES, CUTE_DTYPES
 from cuteflash.core.tile_numbers import count_tiles, first_tile
+from cuteflash.kernels.common.quantize_rotary import Rotary, mix
 from cuteflash.kernels.common.quantize_signature import TABLE_DTYPES
-from cuteflash.kernels.common.quantize_tile import Rotary, Rows, Tile, mix, widened
+from cuteflash.kernels.common.quantize_tile import Rows, Tile, widened
 from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeProblem, QuantizeTensors
 from cuteflash.traits.quantize import COLUMNS, ROWS, QuantizeTraits
 
@@ -46,9 +47,7 @@ class Span:
     rows: Int32
     end: Int32 | None = None
 
-    def tile(
-        self, first: Int32, head_dim: int, quads: int, splits: bool = False, thread: Int32 | None = None
-    ) -> Tile:
+    def tile(self, first: Int32, head_dim: int, quads: int, splits: bool = False, thread: Int32 | None = None) -> Tile:
         """The calling thread's part of a tile of `head_dim` columns that begins at row `first` of the sequence.
 
         `splits` is `QuantizeProblem.splits_columns`; `thread` is the thread's number, if it is at hand.
@@ -123,7 +122,7 @@ def tiles_of(tensors: QuantizeTensors, rows: Int32, tile_rows: int, unit: int) -
 
 
 def fast(divisor: Any) -> Any:
-    """Something to divide by that a kernel does in a few instructions, made of a value of the host's code; an int stays.
+    """Of a value of the host's code something that a kernel divides by in a few instructions; an int stays one.
 
     Nothing is divided by a zero, which becomes 1.
     """
