@@ -33,6 +33,15 @@ CASES = {
     "head-mixed": QuantizeProblem("bf16", 256, 256, hadamard=64),
     "block": QuantizeProblem("bf16", 128, 128, "block", **EVERYTHING),
     "block-rotated": QuantizeProblem("bf16", 256, 256, "block", hadamard=256, rotary_dim=256, **EVERYTHING),
+    "head-turned-mixed": QuantizeProblem("bf16", 64, 64, rotary_dim=64, hadamard=64, **EVERYTHING),
+    "block-turned-mixed": QuantizeProblem("fp16", 256, 256, "block", rotary_dim=256, hadamard=64, **EVERYTHING),
+    "block-grouped-turned-mixed": QuantizeProblem(
+        "bf16", 128, 128, "block", rotary_dim=128, hadamard=64, is_grouped=True, **EVERYTHING
+    ),
+    "given-turned-mixed": QuantizeProblem("bf16", 128, 64, has_scales=True, rotary_dim=128, hadamard=64),
+    "packed-turned-mixed": QuantizeProblem(
+        "bf16", 64, 64, "block", rotary_dim=64, rotary_dtype="bf16", hadamard=64, is_packed=True, **EVERYTHING
+    ),
     "packed": QuantizeProblem("bf16", 128, 128, is_packed=True, has_used=True, to="e5m2", **EVERYTHING),
     "packed-block": QuantizeProblem("bf16", 256, 256, "block", rotary_dim=256, is_packed=True, **EVERYTHING),
 }
@@ -46,11 +55,31 @@ def test_kernels_are_clean_and_load_16_bytes_at_a_time(kernels: KernelStore, nam
     assert compiled.count(r"LDG\.E\.128") and compiled.count(r"STG\.E\.128")
     assert not compiled.count(r"LDG\.E\.U16")
     # Two elements each, of 16 columns of a head of V and one of Q or K, 4 rows of each, or one of all that are visited;
-    # of heads that share a scale pairs, and pairs again.
+    # of heads that share a scale pairs, pairs again, and one that shares none; of mixed rows one more, "careful".
     rows = traits_of(problem).visits if problem.rotary_dim and not problem.scales_by_block else ROWS
-    if problem.is_grouped:
+    if problem.mixes_rotated:
+        rows = ROWS + columns_of_row(problem) // COLUMNS
+    elif problem.is_grouped:
         rows = 5 * ROWS
     assert compiled.count(f"F2FP.SATFINITE.{problem.to.upper()}") == 8 * (rows + ROWS)
+
+
+def columns_of_row(problem: QuantizeProblem) -> int:
+    """Of a row that tensor cores mix after its rotary embedding."""
+    return 16 if problem.head_dim == 64 else 32
+
+
+@pytest.mark.parametrize("name", slow_but([name for name in CASES if "turned" in name], "block-turned-mixed"))
+def test_rows_with_a_rotary_embedding_are_mixed_without_a_shuffle(kernels: KernelStore, name: str) -> None:
+    problem = CASES[name]
+    traits = traits_of(problem)
+    compiled = kernels(Quantize, traits, problem, TARGET)
+    # Two products of four elements each: of a thread's 64 that it converts, or measures, and of a careful row.
+    elements = COLUMNS * ROWS * (1 + problem.measures_heads) + columns_of_row(problem)
+    assert compiled.count(r"HMMA\.1688\.F32\.TF32") == elements // 2
+    of_warp = 5  # shuffles for the largest number of a warp
+    maxima = 2 if problem.scales_by_block else traits.visits + 3 if problem.measures_heads else 0
+    assert compiled.count("SHFL") <= of_warp * maxima + 2  # and for what a warp has in common
 
 
 @pytest.mark.parametrize("head_dim", range(16, 257, 16))

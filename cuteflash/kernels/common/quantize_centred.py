@@ -7,6 +7,7 @@ so of what tells whether all elements were finite.
 from __future__ import annotations
 
 import functools
+import itertools
 
 import cutlass
 import cutlass.cute as cute
@@ -34,9 +35,7 @@ def less_than_mean(held: Held, rows: Rows, mean: cute.Tensor):
     if not cute.arch.vote_all_sync(nothing_of(known) == Float32(0.0)):
         for j in cutlass.range_constexpr(CHUNKS):  # to keep them would take registers
             held.load_again(rows, held.tile, j)
-        for x in cutlass.range_constexpr(COLUMNS * ROWS):
-            e, i, j = x % ALIGN_ELEMENTS, x // ALIGN_ELEMENTS % ROWS, x // (ALIGN_ELEMENTS * ROWS)
-            values[e, i, j] = mean[x % NUMBERS, 2 * j + e // NUMBERS] - held.value(ALIGN_ELEMENTS * j + e, i)
+        subtract(values, held, mean)
     return values
 
 
@@ -51,6 +50,13 @@ def products_less_than_mean(held: Held, mean: cute.Tensor) -> cute.Tensor:
             for e, value in enumerate((*minus.add_first(first, load), *minus.add_second(second, load))):
                 values[e, i, j] = value
     return values
+
+
+def subtract(values: cute.Tensor, held: Held, mean: cute.Tensor) -> None:
+    """The same whatever the elements are, into `values`."""
+    for e, i in itertools.product(range(COLUMNS), range(ROWS)):
+        value = mean[e % NUMBERS, e // NUMBERS] - held.value(e, i)
+        values[e % ALIGN_ELEMENTS, i, e // ALIGN_ELEMENTS] = value
 
 
 def four_of(mean: cute.Tensor, x: int) -> Sums:

@@ -37,7 +37,7 @@ class Held:
         words: (pairs of columns, rows), 16-bit elements.
         tile: where they are from.
         dtype: their element type.
-        hadamard: columns of a block of the rotation that `four` makes, 0 or 64; its factor is left out.
+        hadamard: columns of a block of the rotation, 0 or 64; its factor is left out.
         signs: of a rotation what `signs_of` gives.
     """
 

@@ -40,7 +40,8 @@ class MixedTile(Tile):
 
     Attributes:
         loads: 16 bytes that it has of each half of a row.
-        rows: how many rows it has, `spacing` apart.
+        rows: how many rows it has.
+        spacing: from one of them to the next.
     """
 
     loads: cutlass.Constexpr[int] = 1

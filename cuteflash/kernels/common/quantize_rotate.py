@@ -23,10 +23,14 @@ from cuteflash.traits.quantize import QuantizeTraits
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-    """What a block has of Q or K: a tile of heads `first` to `first + count`.
+    """What a block has of Q or K.
 
     Attributes:
-        sharing: how many of the heads follow each other with one scale.
+        is_q: whether it is of Q.
+        place, span: the tile.
+        first, count: the first head, and how many there are.
+        sharing: how many heads that follow each other share a KV head.
+        source, target: the heads, from the first one on.
     """
 
     is_q: Boolean
