@@ -11,6 +11,8 @@ from cuteflash.traits.arch import BLOCK_SMEM, get_arch
 
 COLUMNS = 16  # of one thread: 16 bytes of 8-bit elements
 ROWS = 4  # of one thread: 4 neighbouring bytes of a row of V^T
+ANGLES_BYTES = 4 * ROWS * COLUMNS  # of a thread: a cosine and a sine in fp32 for two elements
+MEAN_BYTES = 4 * COLUMNS  # likewise
 WARP = 32
 TARGET = "sm_90a"  # FP8 attention needs Hopper
 SMEM_PER_SM = get_arch(TARGET).smem_per_sm
@@ -67,19 +69,32 @@ class QuantizeTraits:
         """Shared memory of a block: a tile of V^T or the sums of a tile's columns, and a number for each warp."""
         return max(self.head_dim * self.tokens, 4 * self.quads * self.head_dim) + 4 * WARP
 
-    def carveout(self, columns: int, of_thread: int = 0) -> int:
+    def shared_bytes(self, problem: QuantizeProblem) -> int:
+        """Shared memory that blocks of Q and K have for cosines and sines, and blocks of V for a tile and its mean."""
+        if not problem.mixes_rotated:
+            return 0
+        of_v = self.tokens * problem.head_dim_v + self.num_threads * MEAN_BYTES if self.centres_v else 0
+        return max(self.num_threads * ANGLES_BYTES, of_v)
+
+    def measuring_bytes(self, problem: QuantizeProblem) -> int:
+        """The same of the kernel that measures: beside those the largest magnitudes of heads, and statistics of V."""
+        if not (problem.mixes_rotated and problem.measures_heads):
+            return 0
+        return max(self.num_threads * (ANGLES_BYTES + 4 * self.visits), 4 * self.quads * problem.head_dim_v)
+
+    def carveout(self, columns: int, nbytes: int = 0) -> int:
         """Percent of a multiprocessor's memory that its blocks share; the rest caches what they load.
 
         Args:
             columns: of a tile of V^T, 0 if there is none.
-            of_thread: bytes that each thread has for itself.
+            nbytes: that a block has beside it.
         """
-        of_block = self.tokens * columns + BLOCK_SMEM + 2 * 4 * WARP + self.num_threads * of_thread
-        return percent_of_smem(self.resident * of_block)
+        of_numbers = 2 * 4 * WARP
+        return percent_of_smem(self.resident * (self.tokens * columns + nbytes + BLOCK_SMEM + of_numbers))
 
-    def measuring_carveout(self, of_thread: int = 0) -> int:
+    def measuring_carveout(self, problem: QuantizeProblem) -> int:
         """The same of the kernel that measures."""
-        return percent_of_smem(self.measuring * (self.smem_bytes + BLOCK_SMEM + self.num_threads * of_thread))
+        return percent_of_smem(self.measuring * (max(self.smem_bytes, self.measuring_bytes(problem)) + BLOCK_SMEM))
 
     def parts(self, seqlen: Any) -> Any:
         """How many blocks measure a head of `seqlen` tokens, at least one, for a Python int or a traced value."""
@@ -106,11 +121,6 @@ class QuantizeTraits:
         of_v = problem.statistics * problem.head_dim_v if problem.smooths_v else 1
         magnitudes = heads * of_q + kv_heads * of_k if problem.measures_heads else 0
         return magnitudes + kv_heads * of_k * of_v
-
-
-def angles_bytes(problem: QuantizeProblem) -> int:
-    """Bytes of shared memory that a thread has for cosines and sines in fp32: those of the pairs that it rotates."""
-    return ROWS * COLUMNS * 4 if problem.mixes_rotated else 0
 
 
 def percent_of_smem(nbytes: int) -> int:

@@ -33,6 +33,7 @@ from cuteflash.kernels.common.quantize_tile import (
     put_first_rows,
     put_row,
     rounded,
+    shared_numbers,
     thread_again,
 )
 from cuteflash.kernels.common.quantize_values import Values
@@ -50,7 +51,7 @@ from cuteflash.kernels.common.quantize_work import (
     tiles_of,
 )
 from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeProblem, QuantizeTensors
-from cuteflash.traits.quantize import COLUMNS, ROWS, QuantizeTraits, angles_bytes
+from cuteflash.traits.quantize import ROWS, QuantizeTraits
 
 
 class Quantize:
@@ -87,9 +88,9 @@ class Quantize:
 
     def carveout(self) -> int:
         """See `QuantizeTraits`."""
-        of_mean = COLUMNS * 4 if self.traits.centres_v else 0
-        columns = self.problem.head_dim_v if self.problem.transposes_v else 0
-        return self.traits.carveout(columns, angles_bytes(self.problem) + of_mean)
+        has_tile = self.problem.transposes_v and not self.traits.centres_v
+        columns = self.problem.head_dim_v if has_tile else 0
+        return self.traits.carveout(columns, self.traits.shared_bytes(self.problem))
 
     def work(self, tensors: QuantizeTensors) -> Work:
         """All tiles; a block of Q or K has the same tile of several heads."""
@@ -117,9 +118,10 @@ class Quantize:
         if const_expr(self.problem.measures_heads):
             cute.arch.griddepcontrol_wait()
         number = work.number(cute.arch.block_idx()[0], self.traits.backwards)
+        memory = shared_numbers(self.traits.shared_bytes(self.problem))
         if number < work.first_v():
             if const_expr(self.problem.mixes_rotated):
-                self.rotated.convert(tensors, work, number)
+                self.rotated.convert(tensors, work, number, memory)
             elif const_expr(self.problem.rotary_dim and not self.problem.scales_by_block):
                 self.convert_heads(tensors, work, number)
             elif const_expr(self.problem.holds_rows):
@@ -127,7 +129,7 @@ class Quantize:
             else:
                 self.convert_qk(tensors, work, number)
         else:
-            self.values.convert(tensors, work, number)
+            self.values.convert(tensors, work, number, memory)
 
     @cute.jit
     def convert_held(self, tensors: QuantizeTensors, work: Work, number: Int32):

@@ -22,7 +22,15 @@ from cuteflash.kernels.common.quantize_centred import add_tile, clear_missing, n
 from cuteflash.kernels.common.quantize_held import PAIRS, Held, half_of, pair_extreme
 from cuteflash.kernels.common.quantize_products import Identity
 from cuteflash.kernels.common.quantize_rotate import RotatedHeads
-from cuteflash.kernels.common.quantize_tile import Rows, Tile, block_max, descale_of, largest_magnitude
+from cuteflash.kernels.common.quantize_tile import (
+    Rows,
+    Tile,
+    block_max,
+    descale_of,
+    largest_magnitude,
+    part_of,
+    shared_numbers,
+)
 from cuteflash.kernels.common.quantize_work import (
     HeadTiles,
     Place,
@@ -37,7 +45,7 @@ from cuteflash.kernels.common.quantize_work import (
     seqlen_of,
 )
 from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
-from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits, angles_bytes
+from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits
 
 SCALE_THREADS = 256
 EXTREMES = ("min", "max")
@@ -62,18 +70,13 @@ class Measure:
             grid=(blocks.size(), 1, 1),
             block=(self.traits.num_threads, 1, 1),
             min_blocks_per_mp=self.traits.measuring,
-            preferred_smem_carveout=self.carveout(),
+            preferred_smem_carveout=self.traits.measuring_carveout(self.problem),
             stream=stream,
         )
         self.scale.set_name_prefix("flash_quantize_scale", remove_cutlass_symbol=True)
         self.scale(tensors, work).launch(
             grid=(kv_heads, batch, 1), block=(SCALE_THREADS, 1, 1), stream=stream, use_pdl=True
         )
-
-    def carveout(self) -> int:
-        """See `QuantizeTraits`."""
-        of_heads = angles_bytes(self.problem) + 4 * self.traits.visits
-        return self.traits.measuring_carveout(of_heads if self.problem.measures_heads else 0)
 
     def work(self, tensors: QuantizeTensors) -> Work:
         """All parts that are measured."""
@@ -101,16 +104,17 @@ class Measure:
     def measure(self, tensors: QuantizeTensors, work: Work, blocks: Work):
         cute.arch.griddepcontrol_launch_dependents()  # `scale` may begin where blocks end, and then waits
         number = blocks.number(cute.arch.block_idx()[0])
+        memory = shared_numbers(self.traits.measuring_bytes(self.problem))
         if const_expr(self.problem.measures_heads):
             if number < blocks.first_v():
                 if const_expr(self.problem.rotary_dim):
-                    self.measure_heads(tensors, work, blocks, number)
+                    self.measure_heads(tensors, work, blocks, number, memory)
                 else:
                     self.measure_qk(tensors, work, number)
             else:
-                self.measure_v(tensors, work, work.first_v() + number - blocks.first_v())
+                self.measure_v(tensors, work, work.first_v() + number - blocks.first_v(), memory)
         else:
-            self.measure_v(tensors, work, number)
+            self.measure_v(tensors, work, number, memory)
 
     @cute.jit
     def measure_qk(self, tensors: QuantizeTensors, work: Work, number: Int32):
@@ -153,7 +157,9 @@ class Measure:
         return peak
 
     @cute.jit
-    def measure_heads(self, tensors: QuantizeTensors, work: Work, blocks: Work, number: Int32):
+    def measure_heads(
+        self, tensors: QuantizeTensors, work: Work, blocks: Work, number: Int32, memory: cute.Tensor | None
+    ):
         """The largest magnitudes of a part of as many heads of Q or K as a block visits."""
         traits, problem = self.traits, self.problem
         is_q, place = blocks.place(number)
@@ -163,7 +169,7 @@ class Measure:
         if const_expr(problem.mixes_rotated):
             first = place.head * traits.visits
             count = cutlass.min(traits.visits, last + 1 - first)
-            peaks = self.rotated.sizes(tensors, is_q, span, first, count, self.tiles(span))
+            peaks = self.rotated.sizes(tensors, is_q, span, (first, count), self.tiles(span), memory)
         else:
             peaks = self.sizes(tensors, is_q, span, heads)
         warps = -(-traits.num_threads // WARP)
@@ -188,7 +194,7 @@ class Measure:
         return peaks
 
     @cute.jit
-    def measure_v(self, tensors: QuantizeTensors, work: Work, number: Int32):
+    def measure_v(self, tensors: QuantizeTensors, work: Work, number: Int32, memory: cute.Tensor | None):
         """The largest magnitude of a part of a head of V, or sum and extremes of its columns."""
         traits, problem = self.traits, self.problem
         place = work.v.place(number - work.first_v())
@@ -210,7 +216,7 @@ class Measure:
             if not cute.arch.vote_all_sync(nothing_of([sums[e] for e in range(COLUMNS)]) == Float32(0.0)):
                 self.measure_again(tensors, span, place, tiles, sums, extremes)
             tile = span.tile(span.first, problem.head_dim_v, traits.quads)
-            self.put_columns(tensors, work, number, tile, (sums, extremes))
+            self.put_columns(tensors, work, number, tile, (sums, extremes), memory)
         else:
             source = Rows.of(tensors.v, span.origin, place.head)
             self.put_magnitude(tensors, number, self.largest_held(source, span, tiles, problem.head_dim_v, 0))
@@ -256,14 +262,18 @@ class Measure:
             tensors.workspace[number] = peak
 
     @cute.jit
-    def put_columns(self, tensors: QuantizeTensors, work: Work, number: Int32, tile: Tile, found):
+    def put_columns(
+        self, tensors: QuantizeTensors, work: Work, number: Int32, tile: Tile, found, memory: cute.Tensor | None
+    ):
         """Put the statistics of a part's columns together, in a fixed order, and write them.
 
         `found` are the sums and extremes of the thread's columns; an extreme is NaN without a finite element.
         """
         sums, extremes = found
         quads, head_dim = self.traits.quads, self.problem.head_dim_v
-        stage = SmemAllocator().allocate_tensor(Float32, cute.make_layout((head_dim, quads)), byte_alignment=16)
+        if const_expr(memory is None):
+            memory = shared_numbers(4 * quads * head_dim)
+        stage = part_of(memory, 0, (head_dim, quads))
         target = self.columns_of(work, number - work.first_v())
         for statistic in cutlass.range_constexpr(self.problem.statistics):
             if tile.is_own:

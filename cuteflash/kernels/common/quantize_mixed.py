@@ -20,13 +20,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import CopyUniversalOp
-from cutlass.memory import SmemAllocator
 
 from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS, CUTE_DTYPES
 from cuteflash.kernels.common.quantize_held import half_of
 from cuteflash.kernels.common.quantize_products import QUAD, ZEROS, Identity, first_bits, mma_tf32, tf32_signs
 from cuteflash.kernels.common.quantize_rotary import Rotary
-from cuteflash.kernels.common.quantize_tile import NUMBERS, WORDS, Rows, Tile, own_thread, peak_of, rounded
+from cuteflash.kernels.common.quantize_tile import NUMBERS, WORDS, Rows, Tile, own_thread, part_of, peak_of, rounded
 from cuteflash.kernels.common.quantize_work import Span
 from cuteflash.problem import Dtype, Fp8Dtype
 from cuteflash.traits.quantize import COLUMNS, ROWS, QuantizeTraits
@@ -116,11 +115,10 @@ class Mixer:
     dtype: cutlass.Constexpr[Dtype]
 
     @classmethod
-    def of(cls, tile: MixedTile, dtype: Dtype, traits: QuantizeTraits) -> Mixer:
-        """For a tile; `put_angles` is still to be called."""
+    def of(cls, tile: MixedTile, dtype: Dtype, traits: QuantizeTraits, memory: cute.Tensor) -> Mixer:
+        """For a tile; `put_angles` is still to be called. `memory` begins with that for the angles."""
         shape = NUMBERS, traits.num_threads, tile.rows * TABLES * tile.loads * ALIGN_ELEMENTS // NUMBERS
-        stage = SmemAllocator().allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=ALIGN_BYTES)
-        angles = stage[None, cute.arch.thread_idx()[0], None]
+        angles = part_of(memory, 0, shape)[None, cute.arch.thread_idx()[0], None]
         return cls(tile, Identity.of(dtype, tile.last + 1), tf32_signs(), angles, dtype)
 
     def put_angles(self, rotary: Rotary) -> None:

@@ -11,14 +11,13 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr
-from cutlass.memory import SmemAllocator
 
 from cuteflash.kernels.common.quantize_mixed import MixedTile, Mixer, all_finite, eight_bits, size_of
 from cuteflash.kernels.common.quantize_scales import Scales
-from cuteflash.kernels.common.quantize_tile import Rows, put_first_rows, put_row, thread_again
+from cuteflash.kernels.common.quantize_tile import Rows, part_of, put_first_rows, put_row, thread_again
 from cuteflash.kernels.common.quantize_work import HeadRows, Place, Span, Work, choose, rotary_of, tile_span
 from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
-from cuteflash.traits.quantize import QuantizeTraits
+from cuteflash.traits.quantize import ANGLES_BYTES, QuantizeTraits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +86,13 @@ class RotatedHeads:
         return MixedTile.at(span, self.problem.head_dim, self.traits.tokens, thread)
 
     @cute.jit
-    def convert(self, tensors: QuantizeTensors, work: Work, number: Int32):
-        """Convert a tile of some heads."""
+    def convert(self, tensors: QuantizeTensors, work: Work, number: Int32, memory: cute.Tensor):
+        """Convert a tile of some heads; `memory` is that of the block, see `QuantizeTraits.shared_bytes`."""
         problem = self.problem
         visit = self.visit(tensors, work, number)
         span = visit.span
         tile = self.tile(span)
-        mixer = Mixer.of(tile, problem.dtype, self.traits)
+        mixer = Mixer.of(tile, problem.dtype, self.traits, memory)
         words = [tile.words() for _ in range(tile.rows)]
         self.load(visit.source[Int32(0)], tile, words)
         mixer.put_angles(rotary_of(problem, tensors))
@@ -172,15 +171,28 @@ class RotatedHeads:
             self.put_again(visit.source[head], target, mixer, factor)
 
     @cute.jit
-    def sizes(self, tensors: QuantizeTensors, is_q: Boolean, span: Span, first: Int32, count: Int32, tiles: Int32):
-        """(heads,) the largest magnitude that a thread has seen in the first `tiles` tiles of `span`, of each head."""
+    def sizes(
+        self,
+        tensors: QuantizeTensors,
+        is_q: Boolean,
+        span: Span,
+        heads: tuple[Int32, Int32],
+        tiles: Int32,
+        memory: cute.Tensor,
+    ):
+        """(heads,) the largest magnitude that a thread has seen in the first `tiles` tiles of `span`, of each head.
+
+        `heads` are the first one and how many there are, `memory` is that of the block.
+        """
+        first, count = heads
         problem, traits = self.problem, self.traits
         source = HeadRows.of(is_q, (tensors.q, tensors.k), span.origin, first)
         shape = traits.num_threads, traits.visits
-        found = SmemAllocator().allocate_tensor(Float32, cute.make_layout(shape))[cute.arch.thread_idx()[0], None]
+        of_angles = traits.num_threads * ANGLES_BYTES // 4
+        found = part_of(memory, of_angles, shape)[cute.arch.thread_idx()[0], None]
         found.fill(0.0)
         tile = self.tile(span)
-        mixer = Mixer.of(tile, problem.dtype, traits)
+        mixer = Mixer.of(tile, problem.dtype, traits, memory)
         words = [tile.words() for _ in range(tile.rows)]
         for t in cutlass.range(tiles, unroll=1):
             tile = dataclasses.replace(tile, first=span.first + t * traits.tokens)

@@ -157,6 +157,20 @@ class Tile:
         return self.load(rows, tuple(chunk * ALIGN_BYTES for chunk in self.chunks()), dtype)
 
 
+def shared_numbers(nbytes: int) -> cute.Tensor | None:
+    """(numbers,) shared memory of a block, None if it needs none."""
+    if not nbytes:
+        return None
+    layout = cute.make_layout(nbytes // Float32.width * 8)
+    return SmemAllocator().allocate_tensor(Float32, layout, byte_alignment=ALIGN_BYTES)
+
+
+def part_of(memory: cute.Tensor, first: int, shape: tuple[int, ...], dtype: Numeric = Float32) -> cute.Tensor:
+    """A tensor in shared memory that begins `first` numbers after `memory` does."""
+    pointer = (memory.iterator + first).align(ALIGN_BYTES)
+    return cute.make_tensor(cute.recast_ptr(pointer, dtype=dtype), cute.make_layout(shape))
+
+
 def own_thread(thread: Int32 | None) -> Int32:
     """The calling thread's number, if it is not at hand."""
     return cute.arch.thread_idx()[0] if thread is None else thread
@@ -272,6 +286,7 @@ def put_columns(
     traits: cutlass.Constexpr[QuantizeTraits],
     head_dim: cutlass.Constexpr[int],
     first_key: Int32 | None = None,
+    stage: cute.Tensor | None = None,
     thread: Int32 | None = None,
 ):
     """Write a tile of 8-bit rows into V^T, by way of shared memory.
@@ -281,10 +296,12 @@ def put_columns(
         words: of each of the thread's columns its four rows, the first in the lowest byte.
         head_dim: columns of the tile.
         first_key: where the tile's rows begin in `target`; None is where they begin in their sequence.
+        stage: (quads, head_dim) words in shared memory, if there is a place for them.
         thread: the calling thread's number, if it is at hand.
     """
     first = tile.first if const_expr(first_key is None) else first_key
-    stage = SmemAllocator().allocate_tensor(Uint32, cute.make_layout((traits.quads, head_dim)), byte_alignment=16)
+    if const_expr(stage is None):
+        stage = SmemAllocator().allocate_tensor(Uint32, cute.make_layout((traits.quads, head_dim)), byte_alignment=16)
     for e in cutlass.range_constexpr(COLUMNS):
         stage[tile.quad ^ bank_turn(tile.lane, traits, head_dim), tile.lane * COLUMNS + e] = words[e]
     cute.arch.sync_threads()

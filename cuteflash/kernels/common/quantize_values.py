@@ -10,9 +10,8 @@ from collections.abc import Callable
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
-from cutlass.memory import SmemAllocator
 
-from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS
+from cuteflash.core.signature import ALIGN_ELEMENTS
 from cuteflash.kernels.common.quantize_centred import less_than_mean, size_of_values
 from cuteflash.kernels.common.quantize_held import Held
 from cuteflash.kernels.common.quantize_scales import Scales
@@ -22,6 +21,7 @@ from cuteflash.kernels.common.quantize_tile import (
     Rows,
     Tile,
     own_columns,
+    part_of,
     put_columns,
     put_row,
     rounded,
@@ -43,12 +43,12 @@ class Values:
         self.scales = Scales(traits, problem)
 
     @cute.jit
-    def convert(self, tensors: QuantizeTensors, work: Work, number: Int32):
-        """Convert a tile of a head, or several."""
+    def convert(self, tensors: QuantizeTensors, work: Work, number: Int32, memory: cute.Tensor | None):
+        """Convert a tile of a head, or several; `memory` is that of the block, see `QuantizeTraits.shared_bytes`."""
         problem = self.problem
         place = work.v.place(number - work.first_v())
         if const_expr(self.traits.centres_v):
-            self.convert_tiles(tensors, place)
+            self.convert_tiles(tensors, place, memory)
         else:
             span = tile_span(problem, self.traits, tensors, None, place)
             tile = span.tile(span.first, problem.head_dim_v, self.traits.quads)
@@ -66,7 +66,7 @@ class Values:
                 self.put_rows(Rows.of(tensors.v8, span.origin, place.head), tile, value, factor)
 
     @cute.jit
-    def convert_tiles(self, tensors: QuantizeTensors, place: Place):
+    def convert_tiles(self, tensors: QuantizeTensors, place: Place, memory: cute.Tensor):
         """Transpose tiles of a head that follow each other: while one is written, the next one is loaded.
 
         Elements minus their mean stay fp32 in between.
@@ -77,7 +77,8 @@ class Values:
         tile = span.tile(span.first, problem.head_dim_v, traits.quads)
         rows = Rows.of(tensors.v, span.origin, place.head)
         held = Held.load(rows, tile, problem.dtype)
-        mean = self.kept(self.mean(tensors, span, place, tile))
+        stage = part_of(memory, 0, (traits.quads, problem.head_dim_v), Uint32)
+        mean = self.kept(self.mean(tensors, span, place, tile), memory, traits.quads * problem.head_dim_v)
         numbers = self.scales.numbers(2)  # tiles take turns, so that one barrier suffices
         count = cutlass.min(traits.tiles_of_v, self.tiles(tensors) - first)
         for step in cutlass.range(count, unroll=1):
@@ -100,7 +101,7 @@ class Values:
             words += [self.column(value, factor, e) for e in range(ALIGN_ELEMENTS, COLUMNS)]
             thread = thread_again(step)
             again = span.tile(tile.first, problem.head_dim_v, traits.quads, thread=thread)
-            self.put_columns(tensors, own, again, words, thread)
+            self.put_columns(tensors, own, again, words, stage, thread)
 
     def tiles(self, tensors: QuantizeTensors) -> Int32:
         """How many tiles a head has."""
@@ -113,11 +114,10 @@ class Values:
         cute.arch.griddepcontrol_wait()
         return own_columns(tensors.v_mean[span.entry, place.head, None], tile)
 
-    def kept(self, mean: cute.Tensor) -> cute.Tensor:
-        """A thread's columns in shared memory, where they take no registers beside a tile."""
-        shape = cute.make_layout((NUMBERS, self.traits.num_threads, COLUMNS // NUMBERS))
-        stage = SmemAllocator().allocate_tensor(Float32, shape, byte_alignment=ALIGN_BYTES)
-        target = stage[None, cute.arch.thread_idx()[0], None]
+    def kept(self, mean: cute.Tensor, memory: cute.Tensor, first: int) -> cute.Tensor:
+        """(4, columns / 4) of a thread in shared memory, where they take no registers beside a tile."""
+        shape = NUMBERS, self.traits.num_threads, COLUMNS // NUMBERS
+        target = part_of(memory, first, shape)[None, cute.arch.thread_idx()[0], None]
         for e in range(COLUMNS):
             target[e % NUMBERS, e // NUMBERS] = mean[e]
         return target
@@ -149,7 +149,13 @@ class Values:
         return rounded(*(value(e, i) * factor for i in range(ROWS)), self.problem.to)
 
     def put_columns(
-        self, tensors: QuantizeTensors, place: Place, tile: Tile, words: list[Uint32], thread: Int32 | None = None
+        self,
+        tensors: QuantizeTensors,
+        place: Place,
+        tile: Tile,
+        words: list[Uint32],
+        stage: cute.Tensor | None = None,
+        thread: Int32 | None = None,
     ) -> None:
         """Write a tile of V^T, zeros in place of rows that do not count."""
         of_rows = (cutlass.select_(tile.has(i), Uint32(0xFF << 8 * i), Uint32(0)) for i in range(ROWS))
@@ -161,7 +167,7 @@ class Values:
             put_columns(tensors.v8[place.head, None, None], tile, words, traits, head_dim, first_key)
         else:
             target = tensors.v8[place.batch, place.head, None, None]
-            put_columns(target, tile, words, traits, head_dim, None, thread)
+            put_columns(target, tile, words, traits, head_dim, None, stage, thread)
 
     def put_rows(self, target: Rows, tile: Tile, value: Value, factor: Float32) -> None:
         """Write a tile, likewise if the result has a place for such rows."""
