@@ -11,8 +11,8 @@ import pytest
 
 from cuteflash.kernels.common.quantize import Quantize
 from cuteflash.kernels.common.quantize_work import HeadTiles, Mix, Work
-from cuteflash.quantize_problem import QuantizeProblem
-from cuteflash.traits.arch import get_arch
+from cuteflash.quantize_problem import Granularity, QuantizeProblem
+from cuteflash.traits.arch import BLOCK_SMEM, get_arch
 from cuteflash.traits.quantize import COLUMNS, ROWS, TARGET, QuantizeTraits, traits_of
 from tests.cross_compile import KernelStore
 from tests.slow import slow_but
@@ -93,6 +93,23 @@ def test_traits_fit_a_multiprocessor(head_dim: int) -> None:
         assert traits.resident <= 32 and 0 < traits.carveout(head_dim) <= 100
         assert traits.smem_bytes <= arch.smem_per_block
         assert not problem.scales_by_block or traits.tokens == 128
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("granularity", ["head", "block"])
+def test_cosines_and_sines_of_all_resident_blocks_fit(head_dim: int, granularity: Granularity) -> None:
+    problem = QuantizeProblem("bf16", head_dim, head_dim, granularity, hadamard=64, rotary_dim=head_dim, **EVERYTHING)
+    traits, arch = traits_of(problem), get_arch(TARGET)
+    assert traits.centres_v and traits.tiles_of_v > 1
+    assert traits.shared_bytes(problem) == 256 * traits.num_threads  # more than a tile of V^T
+    assert bool(traits.measuring_bytes(problem)) is (granularity == "head")
+    for blocks, nbytes in (
+        (traits.resident, traits.shared_bytes(problem)),
+        (traits.measuring, max(traits.measuring_bytes(problem), traits.smem_bytes)),
+    ):
+        assert nbytes <= arch.smem_per_block and blocks * (nbytes + BLOCK_SMEM) <= arch.smem_per_sm
+    plain = dataclasses.replace(problem, hadamard=32)
+    assert traits_of(plain).shared_bytes(plain) == traits_of(plain).measuring_bytes(plain) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""V by products with the identity, see `quantize_products`: minus its mean in fp32, and added up over a tile's rows.
+"""Columns of V: minus their mean in fp32, their sums and their extremes over a tile's rows.
 
-Elements that are not finite are left to the code that these are faster than. They make NaN of more than themselves, and
-so of what tells whether all elements were finite.
+Products with the identity, see `quantize_products`, subtract and add. Elements that are not finite are left to the code
+that these are faster than: they make NaN of more than themselves, and so of what tells whether all elements were finite.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from cuteflash.kernels.common.quantize_held import PAIRS, Held, pair_extreme
 from cuteflash.kernels.common.quantize_products import Identity, Sums
 from cuteflash.kernels.common.quantize_tile import CHUNKS, NUMBERS, WORDS, Rows, peak_of
 from cuteflash.traits.quantize import COLUMNS, ROWS
+
+EXTREMES = ("min", "max")
 
 
 @cute.jit
@@ -91,9 +93,9 @@ def load_of(held: Held, j: int, i: int) -> tuple[Uint32, ...]:
     return tuple(held.words[WORDS * j + w, i] for w in range(WORDS))
 
 
-def take_extremes(extremes: cute.Tensor, held: Held, names: tuple[str, ...]) -> None:
+def take_extremes(extremes: cute.Tensor, held: Held) -> None:
     """Compare a tile's rows, of finite elements, with the extremes of a thread's columns."""
-    for x, name in enumerate(names):
+    for x, name in enumerate(EXTREMES):
         for pair in range(PAIRS):
             for i in range(ROWS):
                 extremes[pair, x] = pair_extreme(name, extremes[pair, x], held.words[pair, i], dtype=held.dtype)
@@ -114,3 +116,21 @@ def nothing_of(values: list[Float32]) -> Float32:
             "fma.rn.f32 {$w0}, {$r0}, 0f00000000, {$r1};", write_only_types=[Float32], read_only_args=[value, found]
         )
     return found
+
+
+def add_rows(sums: cute.Tensor, held: Held) -> None:
+    """Add what is finite of a tile's rows to the sums of a thread's columns."""
+    for i in range(ROWS):
+        count = cutlass.select_(held.tile.has(i), Float32(1.0), Float32(0.0))  # not the last row again
+        for e in range(COLUMNS):
+            value = held.value(e, i)
+            value = cutlass.select_(cute.math.abs(value) < Float32.inf, value, Float32(0.0))
+            sums[e] = sums[e] + value * count
+
+
+def add_extremes(extremes: cute.Tensor, held: Held) -> None:
+    """Compare what is finite of a tile's rows with the extremes of a thread's columns."""
+    for x, name in enumerate(EXTREMES):
+        for pair in range(PAIRS):
+            found = held.extreme(name, pair)
+            extremes[pair, x] = pair_extreme(name, extremes[pair, x], found, dtype=held.dtype)

@@ -18,8 +18,16 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cuteflash.core.tile_numbers import first_tile
-from cuteflash.kernels.common.quantize_centred import add_tile, clear_missing, nothing_of, take_extremes
-from cuteflash.kernels.common.quantize_held import PAIRS, Held, half_of, pair_extreme
+from cuteflash.kernels.common.quantize_centred import (
+    EXTREMES,
+    add_extremes,
+    add_rows,
+    add_tile,
+    clear_missing,
+    nothing_of,
+    take_extremes,
+)
+from cuteflash.kernels.common.quantize_held import PAIRS, Held, half_of
 from cuteflash.kernels.common.quantize_products import Identity
 from cuteflash.kernels.common.quantize_rotate import RotatedHeads
 from cuteflash.kernels.common.quantize_tile import (
@@ -48,7 +56,6 @@ from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
 from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits
 
 SCALE_THREADS = 256
-EXTREMES = ("min", "max")
 NAN_PAIR = 0x7FFF7FFF  # no number: every extreme with it is the other one
 
 
@@ -209,7 +216,7 @@ class Measure:
             for i in cutlass.range(tiles, unroll=1):
                 held = self.values(tensors, span, place, i)
                 if const_expr(problem.measures_heads):
-                    take_extremes(extremes, held, EXTREMES)  # of a row that is there twice, too
+                    take_extremes(extremes, held)  # of a row that is there twice, too
                 if held.tile.first + traits.tokens > held.tile.last + 1:
                     clear_missing(held)
                 add_tile(sums, held, identity)
@@ -380,24 +387,6 @@ class Measure:
         if tensors.used_k is not None:
             return tensors.used_k[sequence]
         return tensors.cu_k[sequence + 1] - tensors.cu_k[sequence]
-
-
-def add_rows(sums: cute.Tensor, held: Held) -> None:
-    """Add a tile's rows to the sums of a thread's columns."""
-    for i in range(ROWS):
-        count = cutlass.select_(held.tile.has(i), Float32(1.0), Float32(0.0))  # not the last row again
-        for e in range(COLUMNS):
-            value = held.value(e, i)
-            value = cutlass.select_(cute.math.abs(value) < Float32.inf, value, Float32(0.0))
-            sums[e] = sums[e] + value * count
-
-
-def add_extremes(extremes: cute.Tensor, held: Held) -> None:
-    """Compare a tile's rows with the extremes of a thread's columns; a row that is there twice changes none."""
-    for x, name in enumerate(EXTREMES):
-        for pair in range(PAIRS):
-            found = held.extreme(name, pair)
-            extremes[pair, x] = pair_extreme(name, extremes[pair, x], found, dtype=held.dtype)
 
 
 def combine(statistic: int, a: Float32, b: Float32) -> Float32:
