@@ -1,7 +1,7 @@
 """Columns of V: minus their mean in fp32, their sums and their extremes over a tile's rows.
 
-Products with the identity, see `quantize_products`, subtract and add. Elements that are not finite are left to the code
-that these are faster than: they make NaN of more than themselves, and so of what tells whether all elements were finite.
+Products with the identity, see `quantize_products`, subtract and add. Elements that are not finite are left to what
+these are faster than: they make NaN of more than themselves, and so of what tells whether all elements were finite.
 """
 
 from __future__ import annotations
