@@ -101,11 +101,11 @@ def take_extremes(extremes: cute.Tensor, held: Held) -> None:
                 extremes[pair, x] = pair_extreme(name, extremes[pair, x], held.words[pair, i], dtype=held.dtype)
 
 
-def clear_missing(held: Held) -> None:
-    """Put zeros in place of rows that are not there."""
+def replace_missing(held: Held, pair: int) -> None:
+    """Put a pair of elements in place of all of rows that are not there."""
     for i in range(ROWS):
-        for pair in range(PAIRS):
-            held.words[pair, i] = cutlass.select_(held.tile.has(i), held.words[pair, i], Uint32(0))
+        for x in range(PAIRS):
+            held.words[x, i] = cutlass.select_(held.tile.has(i), held.words[x, i], Uint32(pair))
 
 
 def nothing_of(values: list[Float32]) -> Float32:

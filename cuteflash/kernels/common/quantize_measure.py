@@ -23,8 +23,8 @@ from cuteflash.kernels.common.quantize_centred import (
     add_extremes,
     add_rows,
     add_tile,
-    clear_missing,
     nothing_of,
+    replace_missing,
     take_extremes,
 )
 from cuteflash.kernels.common.quantize_held import PAIRS, Held, half_of
@@ -215,10 +215,13 @@ class Measure:
             identity = Identity.of(problem.dtype, span.rows)
             for i in cutlass.range(tiles, unroll=1):
                 held = self.values(tensors, span, place, i)
+                is_whole = held.tile.first + traits.tokens <= held.tile.last + 1
                 if const_expr(problem.measures_heads):
-                    take_extremes(extremes, held)  # of a row that is there twice, too
-                if held.tile.first + traits.tokens > held.tile.last + 1:
-                    clear_missing(held)
+                    if not is_whole:
+                        replace_missing(held, NAN_PAIR)
+                    take_extremes(extremes, held)
+                if not is_whole:
+                    replace_missing(held, 0)
                 add_tile(sums, held, identity)
             if not cute.arch.vote_all_sync(nothing_of([sums[e] for e in range(COLUMNS)]) == Float32(0.0)):
                 self.measure_again(tensors, span, place, tiles, sums, extremes)
