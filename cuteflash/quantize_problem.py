@@ -100,6 +100,11 @@ class QuantizeProblem:
         return is_whole and not (self.hadamard and self.head_dim & (self.head_dim - 1))
 
     @property
+    def mixes_rotated(self) -> bool:
+        """Whether tensor cores mix rows of Q and K after a rotary embedding of all their columns."""
+        return bool(self.rotary_dim) and self.splits_columns and self.hadamard == HADAMARD_OF_MMA
+
+    @property
     def holds_rows(self) -> bool:
         """Whether rows of Q and K stay 16 bits until they are converted: not rotated, or only by tensor cores."""
         return not self.rotary_dim and self.hadamard in (0, HADAMARD_OF_MMA)

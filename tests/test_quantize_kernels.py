@@ -11,8 +11,8 @@ import pytest
 
 from cuteflash.kernels.common.quantize import Quantize
 from cuteflash.kernels.common.quantize_work import HeadTiles, Mix, Work
-from cuteflash.quantize_problem import QuantizeProblem
-from cuteflash.traits.arch import get_arch
+from cuteflash.quantize_problem import Granularity, QuantizeProblem
+from cuteflash.traits.arch import BLOCK_SMEM, get_arch
 from cuteflash.traits.quantize import COLUMNS, ROWS, TARGET, QuantizeTraits, traits_of
 from tests.cross_compile import KernelStore
 from tests.slow import slow_but
@@ -33,6 +33,15 @@ CASES = {
     "head-mixed": QuantizeProblem("bf16", 256, 256, hadamard=64),
     "block": QuantizeProblem("bf16", 128, 128, "block", **EVERYTHING),
     "block-rotated": QuantizeProblem("bf16", 256, 256, "block", hadamard=256, rotary_dim=256, **EVERYTHING),
+    "head-turned-mixed": QuantizeProblem("bf16", 64, 64, rotary_dim=64, hadamard=64, **EVERYTHING),
+    "block-turned-mixed": QuantizeProblem("fp16", 256, 256, "block", rotary_dim=256, hadamard=64, **EVERYTHING),
+    "block-grouped-turned-mixed": QuantizeProblem(
+        "bf16", 128, 128, "block", rotary_dim=128, hadamard=64, is_grouped=True, **EVERYTHING
+    ),
+    "given-turned-mixed": QuantizeProblem("bf16", 128, 64, has_scales=True, rotary_dim=128, hadamard=64),
+    "packed-turned-mixed": QuantizeProblem(
+        "bf16", 64, 64, "block", rotary_dim=64, rotary_dtype="bf16", hadamard=64, is_packed=True, **EVERYTHING
+    ),
     "packed": QuantizeProblem("bf16", 128, 128, is_packed=True, has_used=True, to="e5m2", **EVERYTHING),
     "packed-block": QuantizeProblem("bf16", 256, 256, "block", rotary_dim=256, is_packed=True, **EVERYTHING),
 }
@@ -46,11 +55,31 @@ def test_kernels_are_clean_and_load_16_bytes_at_a_time(kernels: KernelStore, nam
     assert compiled.count(r"LDG\.E\.128") and compiled.count(r"STG\.E\.128")
     assert not compiled.count(r"LDG\.E\.U16")
     # Two elements each, of 16 columns of a head of V and one of Q or K, 4 rows of each, or one of all that are visited;
-    # of heads that share a scale pairs, and pairs again.
+    # of heads that share a scale pairs, pairs again, and one that shares none; of mixed rows one more, "careful".
     rows = traits_of(problem).visits if problem.rotary_dim and not problem.scales_by_block else ROWS
-    if problem.is_grouped:
-        rows = 4 * ROWS
+    if problem.mixes_rotated:
+        rows = ROWS + columns_of_row(problem) // COLUMNS
+    elif problem.is_grouped:
+        rows = 5 * ROWS
     assert compiled.count(f"F2FP.SATFINITE.{problem.to.upper()}") == 8 * (rows + ROWS)
+
+
+def columns_of_row(problem: QuantizeProblem) -> int:
+    """Of a row that tensor cores mix after its rotary embedding."""
+    return 16 if problem.head_dim == 64 else 32
+
+
+@pytest.mark.parametrize("name", slow_but([name for name in CASES if "turned" in name], "block-turned-mixed"))
+def test_rows_with_a_rotary_embedding_are_mixed_without_a_shuffle(kernels: KernelStore, name: str) -> None:
+    problem = CASES[name]
+    traits = traits_of(problem)
+    compiled = kernels(Quantize, traits, problem, TARGET)
+    # Two products of four elements each: of a thread's 64 that it converts, or measures, and of a careful row.
+    elements = COLUMNS * ROWS * (1 + problem.measures_heads) + columns_of_row(problem)
+    assert compiled.count(r"HMMA\.1688\.F32\.TF32") == elements // 2
+    of_warp = 5  # shuffles for the largest number of a warp
+    maxima = 2 if problem.scales_by_block else traits.visits + 3 if problem.measures_heads else 0
+    assert compiled.count("SHFL") <= of_warp * maxima + 2  # and for what a warp has in common
 
 
 @pytest.mark.parametrize("head_dim", range(16, 257, 16))
@@ -64,6 +93,23 @@ def test_traits_fit_a_multiprocessor(head_dim: int) -> None:
         assert traits.resident <= 32 and 0 < traits.carveout(head_dim) <= 100
         assert traits.smem_bytes <= arch.smem_per_block
         assert not problem.scales_by_block or traits.tokens == 128
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("granularity", ["head", "block"])
+def test_cosines_and_sines_of_all_resident_blocks_fit(head_dim: int, granularity: Granularity) -> None:
+    problem = QuantizeProblem("bf16", head_dim, head_dim, granularity, hadamard=64, rotary_dim=head_dim, **EVERYTHING)
+    traits, arch = traits_of(problem), get_arch(TARGET)
+    assert traits.centres_v and traits.tiles_of_v > 1
+    assert traits.shared_bytes(problem) == 256 * traits.num_threads  # more than a tile of V^T
+    assert bool(traits.measuring_bytes(problem)) is (granularity == "head")
+    for blocks, nbytes in (
+        (traits.resident, traits.shared_bytes(problem)),
+        (traits.measuring, max(traits.measuring_bytes(problem), traits.smem_bytes)),
+    ):
+        assert nbytes <= arch.smem_per_block and blocks * (nbytes + BLOCK_SMEM) <= arch.smem_per_sm
+    plain = dataclasses.replace(problem, hadamard=32)
+    assert traits_of(plain).shared_bytes(plain) == traits_of(plain).measuring_bytes(plain) == 0
 
 
 @pytest.mark.parametrize(
@@ -80,7 +126,7 @@ def test_every_block_of_a_mix_runs_once(first: int, second: int) -> None:
 
 
 def test_a_mix_backwards_is_the_same_order_from_its_end_on() -> None:
-    work = Work(HeadTiles(2, 3, 4), HeadTiles(2, 3, 1), HeadTiles(2, 3, 1)).mixed()
+    work = Work(HeadTiles.of(2, 3, 4), HeadTiles.of(2, 3, 1), HeadTiles.of(2, 3, 1)).mixed()
     order = [int(work.number(place)) for place in range(work.size())]
     assert [int(work.number(place, is_backwards=True)) for place in range(work.size())] == order[::-1]
     assert [int(dataclasses.replace(work, mix=None).number(place)) for place in range(4)] == [0, 1, 2, 3]

@@ -11,6 +11,8 @@ from cuteflash.traits.arch import BLOCK_SMEM, get_arch
 
 COLUMNS = 16  # of one thread: 16 bytes of 8-bit elements
 ROWS = 4  # of one thread: 4 neighbouring bytes of a row of V^T
+ANGLES_BYTES = 4 * ROWS * COLUMNS  # of a thread: a cosine and a sine in fp32 for two elements
+MEAN_BYTES = 4 * COLUMNS  # likewise
 WARP = 32
 TARGET = "sm_90a"  # FP8 attention needs Hopper
 SMEM_PER_SM = get_arch(TARGET).smem_per_sm
@@ -29,6 +31,8 @@ class QuantizeTraits:
         tiles_of_part: tiles that a block measures.
         resident: blocks of the converting kernel that a multiprocessor must have registers for.
         measuring: likewise of the kernel that measures.
+        centres_v: V minus its mean is fp32 until it is rounded, which takes 64 of a thread's registers.
+        tiles_of_v: tiles of V that a block converts, if `centres_v`: each is loaded ahead.
         mixes: blocks of V, which wait for memory, run beside those of Q and K, which may have more to compute; without
             it after them.
         backwards: tiles are converted in the reverse of the order in which they are measured, so that those measured
@@ -41,6 +45,8 @@ class QuantizeTraits:
     tiles_of_part: int = 4
     resident: int = 1
     measuring: int = 1
+    centres_v: bool = False
+    tiles_of_v: int = 1
     mixes: bool = False
     backwards: bool = False
 
@@ -63,13 +69,32 @@ class QuantizeTraits:
         """Shared memory of a block: a tile of V^T or the sums of a tile's columns, and a number for each warp."""
         return max(self.head_dim * self.tokens, 4 * self.quads * self.head_dim) + 4 * WARP
 
-    def carveout(self, columns: int) -> int:
+    def shared_bytes(self, problem: QuantizeProblem) -> int:
+        """Shared memory that blocks of Q and K have for cosines and sines, and blocks of V for a tile and its mean."""
+        if not problem.mixes_rotated:
+            return 0
+        of_v = self.tokens * problem.head_dim_v + self.num_threads * MEAN_BYTES if self.centres_v else 0
+        return max(self.num_threads * ANGLES_BYTES, of_v)
+
+    def measuring_bytes(self, problem: QuantizeProblem) -> int:
+        """The same of the kernel that measures: beside those the largest magnitudes of heads, and statistics of V."""
+        if not (problem.mixes_rotated and problem.measures_heads):
+            return 0
+        return max(self.num_threads * (ANGLES_BYTES + 4 * self.visits), 4 * self.quads * problem.head_dim_v)
+
+    def carveout(self, columns: int, nbytes: int = 0) -> int:
         """Percent of a multiprocessor's memory that its blocks share; the rest caches what they load.
 
         Args:
             columns: of a tile of V^T, 0 if there is none.
+            nbytes: that a block has beside it.
         """
-        return percent_of_smem(self.resident * (self.tokens * columns + BLOCK_SMEM + 4 * WARP))
+        of_numbers = 2 * 4 * WARP
+        return percent_of_smem(self.resident * (self.tokens * columns + nbytes + BLOCK_SMEM + of_numbers))
+
+    def measuring_carveout(self, problem: QuantizeProblem) -> int:
+        """The same of the kernel that measures."""
+        return percent_of_smem(self.measuring * (max(self.smem_bytes, self.measuring_bytes(problem)) + BLOCK_SMEM))
 
     def parts(self, seqlen: Any) -> Any:
         """How many blocks measure a head of `seqlen` tokens, at least one, for a Python int or a traced value."""
@@ -113,15 +138,29 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
         traits = dataclasses.replace(traits, visits=4)
     if problem.smooths_v and not problem.measures_heads:  # little to measure: more blocks; and what of V is in L2 first
         traits = dataclasses.replace(traits, tiles_of_part=2, mixes=False)
-    measuring = SOME_THREADS if problem.splits_columns or not problem.rotary_dim else FEW_THREADS
-    threads = measuring if problem.rotary_dim else THREADS
+    measuring, threads = measuring_threads(problem), THREADS
+    if problem.rotary_dim:
+        threads = SOME_THREADS if problem.splits_columns else FEW_THREADS
     many_rows = problem.scales_by_block and (problem.is_grouped or not problem.holds_rows)
     if many_rows or (problem.rotary_dim and problem.hadamard):
         threads = FEW_THREADS
     elif problem.smooths_v and (problem.is_packed or problem.scales_by_block or head_dim <= 64):
         threads = min(threads, SOME_THREADS)  # with 64 registers each these spilled
+    if problem.mixes_rotated and problem.smooths_v and problem.transposes_v and not problem.is_packed:
+        traits = dataclasses.replace(traits, centres_v=True, tiles_of_v=4)
+    if problem.mixes_rotated and problem.is_grouped:  # blocks of Q take long: first those, and last of all short ones
+        traits = dataclasses.replace(traits, visits=2, mixes=False, backwards=False)
     resident, measuring = (max(count // traits.num_threads, 1) for count in (threads, measuring))
     return dataclasses.replace(traits, resident=resident, measuring=measuring)
+
+
+def measuring_threads(problem: QuantizeProblem) -> int:
+    """Threads of a multiprocessor that measure."""
+    if not problem.measures_heads:
+        return SOME_THREADS if problem.is_packed else THREADS  # with 64 registers each those spilled
+    if problem.mixes_rotated:
+        return FEW_THREADS
+    return SOME_THREADS if problem.splits_columns or not problem.rotary_dim else FEW_THREADS
 
 
 def transpose_traits(head_dim_v: int) -> QuantizeTraits:

@@ -86,6 +86,39 @@ def test_everything_at_once(granularity: str, device: torch.device) -> None:
     check(*tensors, **tables(333, 96, device=device), **options)
 
 
+WHOLE = {"hadamard": 64, "transpose_v": True, "smooth_v": True}
+
+
+@every_pair(
+    head_dims=[(64, 64), (64, 128), (128, 128), (128, 80), (256, 256)],
+    granularity=["head", "block"],
+    dtype=[torch.bfloat16, torch.float16],
+    seqlen=[1100, 129, 513, 5],
+    heads=[(4, 4), (10, 5), (12, 2)],
+)
+def test_everything_at_once_with_whole_rows(
+    head_dims: tuple[int, int],
+    granularity: str,
+    dtype: torch.dtype,
+    seqlen: int,
+    heads: tuple[int, int],
+    device: torch.device,
+) -> None:
+    """Rows of Q and K are mixed by tensor cores after their embedding; a block has some heads, and some tiles of V."""
+    sizes = {"head_dim": head_dims[0], "head_dim_v": head_dims[1], "dtype": dtype}
+    tensors = data(seqlen, heads=heads[0], kv_heads=heads[1], device=device, **sizes)
+    table = torch.float32 if dtype == torch.bfloat16 else torch.float16
+    check(*tensors, **tables(seqlen, head_dims[0], table, device), granularity=granularity, **WHOLE)
+
+
+@pytest.mark.parametrize("transpose_v", [False, True])
+def test_given_scales_and_whole_rows(transpose_v: bool, device: torch.device) -> None:
+    scales = {f"{name}_descale": torch.full((2, 2), 0.01, device=device) for name in "qkv"}
+    tensors = data(700, head_dim=128, device=device)
+    options = WHOLE | {"transpose_v": transpose_v}
+    check(*tensors, **tables(700, 128, device=device), **options, **scales)
+
+
 @pytest.mark.parametrize(
     ("seqlen", "seqlen_k"), [(1, 1), (1, 500), (127, 129), (128, 128), (513, 64), (0, 40), (40, 0)]
 )
@@ -129,6 +162,19 @@ def test_not_finite_and_zero_inputs(hadamard: int | None, granularity: str, devi
     assert found.v is not None and found.v[1, 130, 0, 1].float() == LARGEST
     assert (found.q_descale[0, 1] == 1).all()
     check(q, k, v, hadamard=hadamard, granularity=granularity, smooth_v=True, transpose_v=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("granularity", ["head", "block"])
+def test_not_finite_whole_rows(head_dim: int, granularity: str, device: torch.device) -> None:
+    """What is not finite takes all of its rotated row with it, and nothing of any other."""
+    q, k, v = data(600, head_dim=head_dim, device=device)
+    q[0, 5, 1, 7] = k[1, 200, 0, 3] = v[0, 17, 1, 60] = float("nan")
+    q[1, 9, 2, 0], k[0, 255, 1, 63], v[1, 130, 0, 1] = float("inf"), -float("inf"), float("inf")
+    q[0, 40, 0, 1], q[0, 40, 0, 2] = float("inf"), -float("inf")
+    q[1, :, :2] = 0
+    v[1, 256:512, 1] = float("nan")
+    check(q, k, v, **tables(600, head_dim, device=device), granularity=granularity, **WHOLE)
 
 
 def test_the_smallest_and_the_largest_inputs(device: torch.device) -> None:

@@ -11,45 +11,47 @@ added in a fixed order, so that results repeat bit for bit.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Boolean, Float32, Int32, Uint32, const_expr
-from cutlass.memory import SmemAllocator
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
 from cuteflash.kernels.common.quantize_held import Held
 from cuteflash.kernels.common.quantize_measure import Measure
+from cuteflash.kernels.common.quantize_rotate import RotatedHeads
+from cuteflash.kernels.common.quantize_scales import Scales
 from cuteflash.kernels.common.quantize_signature import quantize_fake_args
 from cuteflash.kernels.common.quantize_tile import (
     WORDS,
     Rows,
     Tile,
-    block_max,
-    descale_of,
     finite_magnitude,
     largest_magnitude,
-    own_columns,
-    put_columns,
+    put_first_rows,
+    put_row,
     rounded,
+    shared_numbers,
+    thread_again,
 )
+from cuteflash.kernels.common.quantize_values import Values
 from cuteflash.kernels.common.quantize_work import (
+    HeadRows,
     HeadTiles,
     Place,
     Span,
     Work,
     batch_of,
     choose,
-    packing_of,
-    packing_of_keys,
     rotated,
     rotated_heads,
-    seqlen_of,
+    tile_span,
     tiles_of,
 )
 from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeProblem, QuantizeTensors
-from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits
+from cuteflash.traits.quantize import ROWS, QuantizeTraits
 
 
 class Quantize:
@@ -60,6 +62,9 @@ class Quantize:
             raise ValueError(f"tokens is {traits.tokens}; allowed with scales by block: {BLOCK_TOKENS}")
         self.traits = traits
         self.problem = problem
+        self.scales = Scales(traits, problem)
+        self.values = Values(traits, problem)
+        self.rotated = RotatedHeads(traits, problem)
 
     def fake_args(self) -> tuple[Any, ...]:
         """See `quantize_fake_args`."""
@@ -76,26 +81,34 @@ class Quantize:
             grid=(work.size(), 1, 1),
             block=(self.traits.num_threads, 1, 1),
             min_blocks_per_mp=self.traits.resident,
-            preferred_smem_carveout=self.traits.carveout(self.problem.head_dim_v if self.problem.transposes_v else 0),
+            preferred_smem_carveout=self.carveout(),
             stream=stream,
             use_pdl=self.problem.measures,
         )
+
+    def carveout(self) -> int:
+        """See `QuantizeTraits`."""
+        has_tile = self.problem.transposes_v and not self.traits.centres_v
+        columns = self.problem.head_dim_v if has_tile else 0
+        return self.traits.carveout(columns, self.traits.shared_bytes(self.problem))
 
     def work(self, tensors: QuantizeTensors) -> Work:
         """All tiles; a block of Q or K has the same tile of several heads."""
         tokens, batch, heads, kv_heads = self.traits.tokens, batch_of(tensors), tensors.q.shape[-2], tensors.k.shape[-2]
         visits_q, visits_k = self.visits(tensors)
         of_q, of_k = (tiles_of(tensors, x.shape[-3], tokens, BLOCK_TOKENS) for x in (tensors.q, tensors.k))
-        of_v = cute.ceil_div(tensors.v8.shape[-1], tokens) if self.problem.transposes_v else of_k
+        of_v = cute.ceil_div(self.values.tiles(tensors), self.traits.tiles_of_v)
         work = Work(
-            q=HeadTiles(batch, of_q, cute.ceil_div(heads, visits_q)),
-            k=HeadTiles(batch, of_k, cute.ceil_div(kv_heads, visits_k)),
-            v=HeadTiles(batch, of_v, kv_heads),
+            q=HeadTiles.of(batch, of_q, cute.ceil_div(heads, visits_q)),
+            k=HeadTiles.of(batch, of_k, cute.ceil_div(kv_heads, visits_k)),
+            v=HeadTiles.of(batch, of_v, kv_heads),
         )
         return work.mixed() if self.traits.mixes else work
 
     def visits(self, tensors: QuantizeTensors) -> tuple[Any, Any]:
         """How many heads of Q and of K a block visits: those that share a scale, if it has to find that."""
+        if self.problem.mixes_rotated:
+            return self.rotated.visits(tensors)
         if self.problem.scales_by_block:
             return tensors.q.shape[-2] // tensors.k.shape[-2], 1
         return self.traits.visits, self.traits.visits
@@ -105,80 +118,96 @@ class Quantize:
         if const_expr(self.problem.measures_heads):
             cute.arch.griddepcontrol_wait()
         number = work.number(cute.arch.block_idx()[0], self.traits.backwards)
+        memory = shared_numbers(self.traits.shared_bytes(self.problem))
         if number < work.first_v():
-            if const_expr(self.problem.rotary_dim and not self.problem.scales_by_block):
+            if const_expr(self.problem.mixes_rotated):
+                self.rotated.convert(tensors, work, number, memory)
+            elif const_expr(self.problem.rotary_dim and not self.problem.scales_by_block):
                 self.convert_heads(tensors, work, number)
             elif const_expr(self.problem.holds_rows):
                 self.convert_held(tensors, work, number)
             else:
                 self.convert_qk(tensors, work, number)
         else:
-            self.convert_v(tensors, work, number)
+            self.values.convert(tensors, work, number, memory)
 
     @cute.jit
     def convert_held(self, tensors: QuantizeTensors, work: Work, number: Int32):
-        """Convert a tile of a head of Q or K whose rows stay 16 bits until then."""
+        """Convert a tile of a head of Q or K whose rows stay 16 bits until then, or of those that share its scale."""
         problem = self.problem
         is_q, place = work.place(number)
         grouped = choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1))
-        span = self.span(tensors, is_q, place)
+        span = tile_span(self.problem, self.traits, tensors, is_q, place)
         tile = span.tile(span.first, problem.head_dim, self.traits.quads)
-        if const_expr(not problem.scales_by_block):
-            descale = self.descale(tensors, is_q, Place(span.entry, place.tile, place.head // grouped))
-            held = self.held(tensors, is_q, span, place.head, tile)
-            self.put_head(tensors, is_q, span, place.head, held, problem.hadamard_scale / descale[0])
-        elif const_expr(not problem.is_grouped):
-            held = self.held(tensors, is_q, span, place.head, tile)
-            factor = self.find_factor(tensors, is_q, place, tile, held.magnitude())
-            self.put_head(tensors, is_q, span, place.head, held, factor)
+        if const_expr(problem.is_grouped):
+            if grouped == 1:
+                self.convert_alone(tensors, is_q, place, span, tile, grouped)
+            else:
+                self.convert_group(tensors, is_q, place, span, tile, grouped)
         else:
-            self.convert_group(tensors, is_q, place, span, tile, grouped)
+            self.convert_alone(tensors, is_q, place, span, tile, grouped)
+
+    def convert_alone(
+        self, tensors: QuantizeTensors, is_q: Boolean, place: Place, span: Span, tile: Tile, grouped: Int32
+    ) -> None:
+        """Convert a tile of a head."""
+        held = self.held(choose(is_q, *(Rows.of(x, span.origin, place.head) for x in (tensors.q, tensors.k))), tile)
+        if self.problem.scales_by_block:
+            factor = self.find_factor(tensors, is_q, place, tile, held.magnitude())
+            held = dataclasses.replace(held, tile=self.tile_again(span, place.tile))
+        else:
+            descale = self.scales.of_qk(tensors, is_q, Place(span.entry, place.tile, place.head // grouped))
+            factor = self.problem.hadamard_scale / descale[0]
+        target = choose(is_q, *(Rows.of(x, span.origin, place.head) for x in (tensors.q8, tensors.k8)))
+        self.put_held(target, held, factor)
 
     @cute.jit
     def convert_group(
         self, tensors: QuantizeTensors, is_q: Boolean, place: Place, span: Span, tile: Tile, grouped: Int32
     ):
-        """Convert a tile of the heads that share a scale, two at a time, whose loads are then in flight together.
+        """Convert a tile of several heads that share a scale, two at a time, whose loads are then in flight together.
 
         Afterwards all but the last two, whose rows the block still has, are loaded again, out of L2.
         """
-        first = place.head * grouped
-        last = first + grouped - 1
-        before = cutlass.max(last - 1, first)  # of the last two; if there is one alone, that
+        first, rest = place.head * grouped, grouped - 2  # the heads but for the last two
+        source = HeadRows.of(is_q, (tensors.q, tensors.k), span.origin, first)
+        target = HeadRows.of(is_q, (tensors.q8, tensors.k8), span.origin, first)
         peak = Float32(0.0)
-        for head in cutlass.range(first, before, 2, unroll=1):
-            pair = [self.held(tensors, is_q, span, h, tile) for h in (head, head + 1)]
-            peak = cute.arch.fmax(peak, cute.arch.fmax(pair[0].magnitude(), pair[1].magnitude()))
+        for head in cutlass.range(0, rest, 2, unroll=1):
+            pair = [self.held(source[h], tile) for h in (head, head + 1)]
+            peak = cute.arch.fmax(peak, cute.arch.fmax(pair[0].largest(), pair[1].largest()))
         cute.arch.sync_warp()  # loads of the last heads before the others' would take registers
-        one, other = (self.held(tensors, is_q, span, h, tile) for h in (before, last))
-        peak = cute.arch.fmax(peak, cute.arch.fmax(one.magnitude(), other.magnitude()))
+        pair = [self.held(source[h], tile) for h in (rest, rest + 1)]
+        peak = cute.arch.fmax(peak, cute.arch.fmax(pair[0].largest(), pair[1].largest()))
+        if cute.arch.vote_any_sync(peak == Float32.inf):
+            peak = Float32(0.0)
+            for head in cutlass.range(grouped, unroll=1):
+                peak = cute.arch.fmax(peak, self.held(source[head], self.tile_again(span, head)).largest_finite())
+            for h in cutlass.range_constexpr(2):  # what was not kept meanwhile
+                pair[h].words.store(self.held(source[rest + h], self.tile_again(span, grouped)).words.load())
         factor = self.find_factor(tensors, is_q, place, tile, peak)
-        self.put_head(tensors, is_q, span, last, other, factor)
-        if before < last:
-            self.put_head(tensors, is_q, span, before, one, factor)
-        for head in cutlass.range(first, before, 2, unroll=1):
-            pair = [self.held(tensors, is_q, span, h, tile) for h in (head, head + 1)]
+        again = self.tile_again(span, rest)
+        for h in cutlass.range_constexpr(2):
+            self.put_held(target[rest + h], dataclasses.replace(pair[h], tile=again), factor)
+        for head in cutlass.range(0, rest, 2, unroll=1):
+            pair = [self.held(source[h], again) for h in (head, head + 1)]
             for h in cutlass.range_constexpr(2):
-                self.put_head(tensors, is_q, span, head + h, pair[h], factor)
+                self.put_held(target[head + h], pair[h], factor)
 
-    def held(self, tensors: QuantizeTensors, is_q: Boolean, span: Span, head: Int32, tile: Tile) -> Held:
+    def tile_again(self, span: Span, number: Int32) -> Tile:
+        """The calling thread's part of a tile, found once more: to keep it would take registers beside the rows."""
+        return span.tile(span.first, self.problem.head_dim, self.traits.quads, thread=thread_again(number))
+
+    def held(self, source: Rows, tile: Tile) -> Held:
         """A thread's rows of a tile of Q or K."""
-        source = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q, tensors.k)))
         return Held.load(source, tile, self.problem.dtype, self.problem.hadamard)
 
     def find_factor(self, tensors: QuantizeTensors, is_q: Boolean, place: Place, tile: Tile, peak: Float32) -> Float32:
         """What a block's rows are multiplied with, from the largest magnitude of a thread's; writes their scale."""
-        found = self.found_descale(self.counted(peak, tile) * self.problem.hadamard_scale)
-        listed = choose(is_q, *(self.is_listed(x, place) for x in (tensors.q_descale, tensors.k_descale)))
-        self.put_descale(self.descale(tensors, is_q, place), found, listed)
+        found = self.scales.find(peak * self.problem.hadamard_scale, tile, self.scales.numbers()[None, 0])
+        listed = self.scales.has_qk(tensors, is_q, place)
+        self.scales.put(self.scales.of_qk(tensors, is_q, place), found, listed)
         return self.problem.hadamard_scale / found
-
-    def put_head(
-        self, tensors: QuantizeTensors, is_q: Boolean, span: Span, head: Int32, held: Held, factor: Float32
-    ) -> None:
-        """Write a thread's rows of a tile of Q or K."""
-        target = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8)))
-        self.put_held(target, held, factor)
 
     @cute.jit
     def convert_qk(self, tensors: QuantizeTensors, work: Work, number: Int32):
@@ -196,9 +225,9 @@ class Quantize:
         first_head = place.head * visits
         count = cutlass.min(visits, heads - first_head)
         measured = count if const_expr(problem.scales_by_block) else Int32(1 if const_expr(keeps) else 0)  # steps
-        span = self.span(tensors, is_q, place)
+        span = tile_span(self.problem, self.traits, tensors, is_q, place)
         tile = span.tile(span.first, problem.head_dim, traits.quads, problem.splits_columns)
-        listed = choose(is_q, *(self.is_listed(x, place) for x in (tensors.q_descale, tensors.k_descale)))
+        listed = self.scales.has_qk(tensors, is_q, place)
         peak, factor = Float32(0.0), Float32(1.0)
         for step in cutlass.range(measured + count - (1 if const_expr(keeps) else 0), unroll=1):
             head = first_head + cutlass.select_(step < count, step, step - count)
@@ -207,17 +236,17 @@ class Quantize:
                 if step < measured:
                     peak = cute.arch.fmax(peak, largest_magnitude(rows))
                 if step == measured - 1:
-                    found = self.found_descale(self.counted(peak, tile) * problem.hadamard_scale)
+                    found = self.scales.find(peak * problem.hadamard_scale, tile, self.scales.numbers()[None, 0])
                     one = head // grouped
-                    descale = self.descale(tensors, is_q, Place(span.entry, place.tile, one))
-                    self.put_descale(descale, found, listed)
+                    descale = self.scales.of_qk(tensors, is_q, Place(span.entry, place.tile, one))
+                    self.scales.put(descale, found, listed)
                     factor = problem.hadamard_scale / found
                 if step >= measured - 1:  # addresses before that would take registers beside the rows
                     target = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8)))
 
                     self.put_rows(target, tile, rows, factor)
             else:
-                descale = self.descale(tensors, is_q, Place(span.entry, place.tile, head // grouped))
+                descale = self.scales.of_qk(tensors, is_q, Place(span.entry, place.tile, head // grouped))
                 target = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8)))
                 rows = rotated(problem, tensors, is_q, (span.origin, head), tile)
                 if const_expr(not problem.scales_by_block):
@@ -229,8 +258,8 @@ class Quantize:
                         else:
                             self.put_rows(target, tile, [values], factor, first=i)
                     if step == measured - 1:
-                        found = self.found_descale(self.counted(peak, tile) * problem.hadamard_scale)
-                        self.put_descale(descale, found, listed)
+                        found = self.scales.find(peak * problem.hadamard_scale, tile, self.scales.numbers()[None, 0])
+                        self.scales.put(descale, found, listed)
                         factor = problem.hadamard_scale / found
 
     @cute.jit
@@ -243,11 +272,11 @@ class Quantize:
         is_q, place = work.place(number)
         heads = choose(is_q, Int32(tensors.q.shape[-2]), Int32(tensors.k.shape[-2]))
         grouped = choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1))
-        span = self.span(tensors, is_q, place)
+        span = tile_span(self.problem, self.traits, tensors, is_q, place)
         tile = span.tile(span.first, problem.head_dim, traits.quads, problem.splits_columns)
         visited = [cutlass.min(place.head * traits.visits + h, heads - 1) for h in range(traits.visits)]
         places = [Place(span.entry, place.tile, head // grouped) for head in visited]
-        descales = [self.descale(tensors, is_q, one)[0] for one in places]
+        descales = [self.scales.of_qk(tensors, is_q, one)[0] for one in places]
         sources, targets = (
             [choose(is_q, *(Rows.of(x, span.origin, head) for x in both)) for head in visited]
             for both in ((tensors.q, tensors.k), (tensors.q8, tensors.k8))
@@ -258,63 +287,21 @@ class Quantize:
             for target, factor, values in zip(targets, factors, rows, strict=True):
                 self.put_rows(target, tile, [values], factor, first=i)
 
-    def span(self, tensors: QuantizeTensors, is_q: Boolean | None, place: Place) -> Span:
-        """The rows of a tile of Q or K; `is_q` is None for one of V."""
-        tokens = self.traits.tokens
-        if self.problem.is_packed:
-            packing = packing_of_keys(tensors) if is_q is None else packing_of(tensors, is_q)
-            return packing.span(place.tile, tokens, BLOCK_TOKENS)
-        seqlen = Int32(tensors.v.shape[1]) if is_q is None else seqlen_of(tensors, is_q)
-        return Span(place.batch, place.batch, place.tile * tokens, seqlen)
-
-    def counted(self, peak: Float32, tile: Tile) -> Float32:
-        """A tile's largest magnitude, 0 if none of its rows counts."""
-        return cutlass.select_(tile.any(), peak, Float32(0.0)) if self.problem.is_packed else peak
-
-    def descale(self, tensors: QuantizeTensors, is_q: Boolean, place: Place) -> cute.Tensor:
-        """(1,) the descale of a tile of Q or K; `place` has its KV head."""
-        of_q, of_k = (self.descale_at(x, place) for x in (tensors.q_descale, tensors.k_descale))
-        address = choose(is_q, of_q.iterator.toint(), of_k.iterator.toint())
-        pointer = cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=4)
-        return cute.make_tensor(pointer, cute.make_layout(1))
-
-    def descale_at(self, descales: cute.Tensor, place: Place) -> cute.Tensor:
-        """(1,) a tile's descale among those of its tensor, see `is_listed`."""
-        block = place.tile * self.traits.tokens // BLOCK_TOKENS
-        if self.problem.granularity == "head":
-            at: tuple[Int32, ...] = place.batch, place.head
-        elif self.problem.is_packed:
-            at = Int32(0), place.head, cutlass.min(block, descales.shape[2] - 1)
-        else:
-            at = place.batch, place.head, block
-        return cute.make_tensor(descales.iterator + cute.crd2idx(at, descales.layout), cute.make_layout(1))
-
-    def is_listed(self, descales: cute.Tensor, place: Place) -> Boolean | bool:
-        """Whether a tile has a descale; the last number of packed blocks has none, for no sequence can own it."""
-        if self.problem.granularity == "head" or not self.problem.is_packed:
-            return True
-        return place.tile * self.traits.tokens // BLOCK_TOKENS < descales.shape[2]
-
-    def found_descale(self, peak: Float32) -> Float32:
-        """A tile's descale, from the largest magnitude that each thread has seen."""
-        numbers = SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARP))
-        return descale_of(block_max(peak, numbers, -(-self.traits.num_threads // WARP)), self.problem.to)
-
-    @cute.jit
-    def put_descale(self, descale: cute.Tensor, found: Float32, is_listed: Boolean):
-        """Write a tile's descale if it has a place, see `is_listed`."""
-        if cute.arch.thread_idx()[0] == 0 and is_listed:
-            descale[0] = found
-
-    def put_held(self, target: Rows, held: Held, factor: Float32, mean: cute.Tensor | None = None) -> None:
-        """Round a thread's rows of a tile, rotated or minus a mean, times a factor."""
+    def put_held(self, target: Rows, held: Held, factor: Float32) -> None:
+        """Round a thread's rows of a tile, rotated, times a factor."""
+        rows = []
         for i in range(ROWS):
             words = cute.make_rmem_tensor(WORDS, Uint32)
             for w in range(WORDS):
-                words[w] = rounded(*(value * factor for value in held.four(i, w, mean)), self.problem.to)
+                words[w] = rounded(*held.scaled(i, w, factor), self.problem.to)
                 if self.problem.is_packed:
                     words[w] = cutlass.select_(held.tile.has(i), words[w], Uint32(0))
-            self.put_row(target, held.tile, i, words)
+            if self.problem.is_grouped:
+                rows.append(words)
+            else:  # with 64 registers one after the other
+                put_row(target, held.tile, i, words)
+        if rows:
+            put_first_rows(target, held.tile, rows)
 
     def put_rows(
         self, target: Rows, tile: Tile, rows: Iterable[cute.Tensor], factor: Float32, first: int | Int32 = 0
@@ -326,46 +313,4 @@ class Quantize:
                 words[w] = rounded(*(values[ROWS * w + b] * factor for b in range(ROWS)), self.problem.to)
                 if self.problem.is_packed:
                     words[w] = cutlass.select_(tile.has(first + i), words[w], Uint32(0))
-            self.put_row(target, tile, first + i, words)
-
-    @cute.jit
-    def put_row(self, target: Rows, tile: Tile, i: int | Int32, words: cute.Tensor):
-        """Write a thread's row `i` if the result has it."""
-        if tile.is_written(i):
-            tile.store_row(target, i, words)
-
-    @cute.jit
-    def convert_v(self, tensors: QuantizeTensors, work: Work, number: Int32):
-        """Convert a tile of a head of V."""
-        problem, traits = self.problem, self.traits
-        place = work.v.place(number - work.first_v())
-        span = self.span(tensors, None, place)
-        tile = span.tile(span.first, problem.head_dim_v, traits.quads)
-        held = Held.load(Rows.of(tensors.v, span.origin, place.head), tile, problem.dtype)
-        mean = None
-        if const_expr(problem.smooths_v):
-            cute.arch.griddepcontrol_wait()
-            mean = own_columns(tensors.v_mean[span.entry, place.head, None], tile)
-        descale = self.descale_at(tensors.v_descale, Place(span.entry, place.tile, place.head))
-        factor = Float32(1.0)
-        if const_expr(problem.scales_by_block):
-            found = self.found_descale(self.counted(held.magnitude(mean), tile))
-            self.put_descale(descale, found, self.is_listed(tensors.v_descale, place))
-            factor = 1.0 / found
-        else:
-            factor = 1.0 / descale[0]
-        if const_expr(problem.transposes_v):
-            words = [
-                rounded(
-                    *(cutlass.select_(tile.has(i), held.value(e, i, mean) * factor, Float32(0.0)) for i in range(ROWS)),
-                    problem.to,
-                )
-                for e in range(COLUMNS)
-            ]
-            if const_expr(problem.is_packed):
-                target, first_key = tensors.v8[place.head, None, None], place.tile * traits.tokens
-            else:
-                target, first_key = tensors.v8[place.batch, place.head, None, None], None
-            put_columns(target, tile, words, traits, problem.head_dim_v, first_key)
-        else:
-            self.put_held(Rows.of(tensors.v8, span.origin, place.head), held, factor, mean)
+            put_row(target, tile, first + i, words)

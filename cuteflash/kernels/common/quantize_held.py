@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Iterator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Float32, Uint32, const_expr
 
-from cuteflash.core.signature import CUTE_DTYPES
+from cuteflash.core.signature import ALIGN_BYTES, CUTE_DTYPES
+from cuteflash.kernels.common.quantize_products import PTX_TYPES, SIGNS, ZEROS, Sums, mma, signs_of
 from cuteflash.kernels.common.quantize_tile import WORDS, Rows, Tile, peak_of
 from cuteflash.problem import Dtype
 from cuteflash.traits.quantize import COLUMNS, ROWS
 
 FIRST_KEY = 1 << 24  # of zero: twice its bits, plus what carries an infinity beyond 32 bits
 PAIRS = COLUMNS // 2  # words of a thread in a row
-PTX_TYPES = {"fp16": "f16", "bf16": "bf16"}
-ONES = {"fp16": 0x3C003C00, "bf16": 0x3F803F80}  # a pair of 1
-MAGNITUDES, SIGNS, SECOND_SIGN = 0x7FFF7FFF, 0x80008000, 0x80000000  # of a pair
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Held:
         words: (pairs of columns, rows), 16-bit elements.
         tile: where they are from.
         dtype: their element type.
-        hadamard: columns of a block of the rotation that `four` makes, 0 or 64; its factor is left out.
+        hadamard: columns of a block of the rotation, 0 or 64; its factor is left out.
         signs: of a rotation what `signs_of` gives.
     """
 
@@ -54,24 +53,36 @@ class Held:
         words = cute.recast_tensor(tile.elements(rows, CUTE_DTYPES[dtype]), Uint32)
         return cls(words, tile, dtype, hadamard, signs_of(dtype) if hadamard else None)
 
+    def load_again(self, rows: Rows, tile: Tile, j: int) -> None:
+        """Load `j` of each row comes from another tile."""
+        for i in range(ROWS):
+            words = cute.zipped_divide(self.words[None, i], (WORDS,))[None, j]
+            target = cute.recast_tensor(words, CUTE_DTYPES[self.dtype])
+            tile.load_row(rows, (tile.chunks()[j] * ALIGN_BYTES,), i, target)
+
     def value(self, e: int, i: int, mean: cute.Tensor | None = None) -> Float32:
         """Column `e` of row `i` as it was loaded, minus a mean (columns,) if there is one, fp32."""
         value = half_of(self.words[e // 2, i], e % 2, self.dtype)
         return value if mean is None else value - mean[e]
 
-    def four(self, i: int, w: int, mean: cute.Tensor | None = None, use: str = "convert") -> list[Float32]:
-        """The four columns from 4w on of row `i`, fp32: rotated, or minus a mean (columns,).
-
-        Sums that were made for another `use` are made again: to keep them would take 64 registers.
-        """
+    def scaled(self, i: int, w: int, factor: Float32) -> list[Float32]:
+        """The four columns from 4w on of row `i`, rotated, times a factor: fp32."""
         if not self.hadamard:
-            return [self.value(e, i, mean) for e in range(ROWS * w, ROWS * (w + 1))]
-        sums = tuple(Float32(0.0) for _ in range(4))
+            return [self.value(e, i) * factor for e in range(ROWS * w, ROWS * (w + 1))]
+        even, odd = self.halves(i, w, "convert")
+        products = [x * factor for x in even]
+        return [x * factor + y for x, y in zip(odd, products)] + [y - x * factor for x, y in zip(odd, products)]
+
+    def halves(self, i: int, w: int, use: str) -> tuple[Sums, Sums]:
+        """Two pairs of numbers whose sums and differences are the four columns from 4w on of row `i` when rotated.
+
+        What was made for another `use` is made again: to keep it would take 64 registers.
+        """
+        sums: Sums = ZEROS
         for first in range(0, PAIRS, 4):  # pairs of a load
             own = tuple(self.words[first + p, i] for p in range(4))
             sums = mma(sums, own, tuple(self.sign(first + p, 2 * w) for p in (0, 2)), self.dtype, use)
-        even, odd = sums[:2], sums[2:]
-        return [*map(operator.add, even, odd), *map(operator.sub, even, odd)]
+        return sums[:2], sums[2:]
 
     def sign(self, pair: int, n: int) -> Uint32:
         """The matrix's elements where a thread has such a pair of rows in the product for columns 2n."""
@@ -85,17 +96,41 @@ class Held:
 
     def magnitude(self, mean: cute.Tensor | None = None) -> Float32:
         """The largest finite magnitude: after a rotation, or minus a mean (columns,) if there is one; 0 without one."""
-        if self.hadamard:
-            return self.rotated_magnitude()
         if mean is not None:
             return peak_of(size for pair in range(PAIRS) for size in self.distances(pair, mean))
-        peaks = []  # of each row: independent chains
-        largest = functools.partial(pair_extreme, "max", dtype=self.dtype)
-        for i in range(ROWS):
-            sizes = (self.words[pair, i] & Uint32(MAGNITUDES) for pair in range(PAIRS))
-            peaks.append(functools.reduce(largest, (finite_pair(size, self.dtype) for size in sizes)))
-        peak = functools.reduce(largest, peaks)
-        return peak_of(half_of(peak, b, self.dtype) for b in range(2))
+        return finite_or_again(self)
+
+    def largest(self) -> Float32:
+        """The largest magnitude after a rotation: also an infinity, but not NaN."""
+        if not self.hadamard:
+            return self.size(is_finite=False)
+        halves = [self.halves(i, w, "peak") for i, w in self.places()]
+        # The larger one of a sum and a difference is the sum of magnitudes, rounded alike.
+        return peak_of(cute.math.abs(a) + cute.math.abs(b) for even, odd in halves for a, b in zip(even, odd))
+
+    def largest_finite(self) -> Float32:
+        """The same without infinities and without a branch, in which a product could not be."""
+        if not self.hadamard:
+            return self.size(is_finite=True)
+        halves = (self.halves(i, w, "keys") for i, w in self.places())
+        values = (f(a, b) for even, odd in halves for f in (operator.add, operator.sub) for a, b in zip(even, odd))
+        return size_of_key(functools.reduce(larger, map(finite_key, values)))
+
+    def size(self, is_finite: bool) -> Float32:
+        """The largest magnitude of rows as they were loaded, without NaN; `is_finite` leaves infinities out, too."""
+        extremes = []
+        for name in ("min", "max"):
+            chains = []  # of each row, independent
+            for i in range(ROWS):
+                words = (self.words[pair, i] for pair in range(PAIRS))
+                words = (finite_pair(word, self.dtype) for word in words) if is_finite else words
+                chains.append(functools.reduce(functools.partial(pair_extreme, name, dtype=self.dtype), words))
+            extremes.append(functools.reduce(functools.partial(pair_extreme, name, dtype=self.dtype), chains))
+        return peak_of(cute.math.abs(half_of(extreme, b, self.dtype)) for extreme in extremes for b in range(2))
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """All rows and fours of columns."""
+        return itertools.product(range(ROWS), range(WORDS))
 
     def distances(self, pair: int, mean: cute.Tensor) -> Iterator[Float32]:
         """How far a pair of columns' extremes are from their mean; to subtract it keeps the order of elements."""
@@ -104,32 +139,21 @@ class Held:
             yield half_of(high, b, self.dtype) - mean[2 * pair + b]
             yield mean[2 * pair + b] - half_of(low, b, self.dtype)
 
-    def rotated_magnitude(self) -> Float32:
-        """The same after a rotation."""
-        places = ((i, w) for i in range(ROWS) for w in range(WORDS))
-        values = (x for place in places for x in self.four(*place, use="peak"))
-        return size_of(functools.reduce(larger, map(finite_key, values)))
 
-
-def signs_of(dtype: Dtype) -> Uint32:
-    """What a thread has of the matrix as the second operand of a product, up to its sign: two elements, 1 or -1.
-
-    Row 16t + 2p + f and column 16g' + 2n + g'' of the matrix meet in thread 4g + t, if g is 2g' + g''; the element is
-    negative if their numbers have an odd number of bits in common. Those of p and n are `Held.sign`'s.
-    """
-    lane = cute.arch.lane_idx()
-    t, g = lane % 4, lane // 4
-    common = t & (g >> 1)
-    is_negative = (common ^ (common >> 1)) & 1
-    pair = Uint32(ONES[dtype]) ^ cutlass.select_(is_negative == 1, Uint32(SIGNS), Uint32(0))
-    return pair ^ cutlass.select_(g & 1 == 1, Uint32(SECOND_SIGN), Uint32(0))
+@cute.jit
+def finite_or_again(held: Held):
+    """The largest finite magnitude; infinities are rare."""
+    size = held.largest()
+    if const_expr(held.hadamard):
+        if cute.arch.vote_any_sync(size == Float32.inf):
+            size = held.largest_finite()
+    elif size == Float32.inf:
+        size = held.largest_finite()
+    return size
 
 
 def finite_key(value: Float32) -> Uint32:
-    """A number that grows with the magnitude of a finite value; those of infinities and NaN are smaller than all.
-
-    Two instructions an element with the maximum, and no branch, which a product of a warp could not be in.
-    """
+    """A number that grows with the magnitude of a finite value; those of infinities and NaN are smaller than all."""
     return cute.arch.inline_ptx(
         f"mad.lo.u32 {{$w0}}, {{$r0}}, 2, {FIRST_KEY};", write_only_types=[Uint32], read_only_args=[value]
     )
@@ -140,7 +164,7 @@ def larger(a: Uint32, b: Uint32) -> Uint32:
     return cute.arch.inline_ptx("max.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
 
 
-def size_of(key: Uint32) -> Float32:
+def size_of_key(key: Uint32) -> Float32:
     """The magnitude of a key; 0 of one that is no finite value's."""
     bits = (larger(key, Uint32(FIRST_KEY)) - Uint32(FIRST_KEY)) >> 1
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
@@ -176,15 +200,3 @@ def pair_extreme(name: str, a: Uint32, b: Uint32, *, dtype: Dtype) -> Uint32:
     return cute.arch.inline_ptx(
         f"{name}.{PTX_TYPES[dtype]}x2 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[a, b]
     )
-
-
-def mma(
-    c: tuple[Float32, ...], a: tuple[Uint32, ...], b: tuple[Uint32, ...], dtype: Dtype, use: str
-) -> tuple[Float32, ...]:
-    """c + a b of a warp: 16 rows, 8 columns, sums over 16. The compiler merges equal ones of one `use` only."""
-    code = (
-        "mma.sync.aligned.m16n8k16.row.col.f32.T.T.f32 "
-        "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
-    ).replace("T", PTX_TYPES[dtype]) + f" // {use}"
-    found = cute.arch.inline_ptx(code, write_only_types=[Float32] * len(c), read_only_args=[*a, *b, *c])
-    return tuple(found)

@@ -18,8 +18,27 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cuteflash.core.tile_numbers import first_tile
-from cuteflash.kernels.common.quantize_held import PAIRS, Held, half_of, pair_extreme
-from cuteflash.kernels.common.quantize_tile import Rows, Tile, block_max, descale_of, largest_magnitude
+from cuteflash.kernels.common.quantize_centred import (
+    EXTREMES,
+    add_extremes,
+    add_rows,
+    add_tile,
+    nothing_of,
+    replace_missing,
+    take_extremes,
+)
+from cuteflash.kernels.common.quantize_held import PAIRS, Held, half_of
+from cuteflash.kernels.common.quantize_products import Identity
+from cuteflash.kernels.common.quantize_rotate import RotatedHeads
+from cuteflash.kernels.common.quantize_tile import (
+    Rows,
+    Tile,
+    block_max,
+    descale_of,
+    largest_magnitude,
+    part_of,
+    shared_numbers,
+)
 from cuteflash.kernels.common.quantize_work import (
     HeadTiles,
     Place,
@@ -34,10 +53,9 @@ from cuteflash.kernels.common.quantize_work import (
     seqlen_of,
 )
 from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
-from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits, percent_of_smem
+from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits
 
 SCALE_THREADS = 256
-EXTREMES = ("min", "max")
 NAN_PAIR = 0x7FFF7FFF  # no number: every extreme with it is the other one
 
 
@@ -47,6 +65,7 @@ class Measure:
     def __init__(self, traits: QuantizeTraits, problem: QuantizeProblem) -> None:
         self.traits = traits
         self.problem = problem
+        self.rotated = RotatedHeads(traits, problem)
 
     def launch(self, tensors: QuantizeTensors, stream) -> None:
         """Launch both: afterwards the descales and V's mean that have to be computed are there."""
@@ -58,7 +77,7 @@ class Measure:
             grid=(blocks.size(), 1, 1),
             block=(self.traits.num_threads, 1, 1),
             min_blocks_per_mp=self.traits.measuring,
-            preferred_smem_carveout=percent_of_smem(self.traits.measuring * self.traits.smem_bytes),
+            preferred_smem_carveout=self.traits.measuring_carveout(self.problem),
             stream=stream,
         )
         self.scale.set_name_prefix("flash_quantize_scale", remove_cutlass_symbol=True)
@@ -78,12 +97,13 @@ class Measure:
             heads_q, heads_k = 0, 0
         else:
             heads_q, heads_k = heads, kv_heads
-        return Work(HeadTiles(batch, of_q, heads_q), HeadTiles(batch, of_k, heads_k), HeadTiles(batch, of_k, kv_heads))
+        q, k = HeadTiles.of(batch, of_q, heads_q), HeadTiles.of(batch, of_k, heads_k)
+        return Work(q, k, HeadTiles.of(batch, of_k, kv_heads))
 
     def blocks(self, tensors: QuantizeTensors) -> Work:
         """The blocks that measure them: one of Q or K has the same part of several heads."""
         work, visits = self.work(tensors), self.traits.visits
-        q, k = (dataclasses.replace(x, heads=cute.ceil_div(x.heads, visits)) for x in (work.q, work.k))
+        q, k = (HeadTiles.of(x.batch, x.tiles, cute.ceil_div(x.heads, visits)) for x in (work.q, work.k))
         blocks = dataclasses.replace(work, q=q, k=k)
         return blocks.mixed() if self.traits.mixes else blocks
 
@@ -91,16 +111,17 @@ class Measure:
     def measure(self, tensors: QuantizeTensors, work: Work, blocks: Work):
         cute.arch.griddepcontrol_launch_dependents()  # `scale` may begin where blocks end, and then waits
         number = blocks.number(cute.arch.block_idx()[0])
+        memory = shared_numbers(self.traits.measuring_bytes(self.problem))
         if const_expr(self.problem.measures_heads):
             if number < blocks.first_v():
                 if const_expr(self.problem.rotary_dim):
-                    self.measure_heads(tensors, work, blocks, number)
+                    self.measure_heads(tensors, work, blocks, number, memory)
                 else:
                     self.measure_qk(tensors, work, number)
             else:
-                self.measure_v(tensors, work, work.first_v() + number - blocks.first_v())
+                self.measure_v(tensors, work, work.first_v() + number - blocks.first_v(), memory)
         else:
-            self.measure_v(tensors, work, number)
+            self.measure_v(tensors, work, number, memory)
 
     @cute.jit
     def measure_qk(self, tensors: QuantizeTensors, work: Work, number: Int32):
@@ -108,30 +129,67 @@ class Measure:
         traits, problem = self.traits, self.problem
         is_q, place = work.place(number)
         span = self.span(tensors, is_q, place)
-        part = span.origin, place.head
         tiles = self.tiles(span)
+        source = choose(is_q, *(Rows.of(x, span.origin, place.head) for x in (tensors.q, tensors.k)))
         peak = Float32(0.0)
-        for i in cutlass.range(tiles, unroll=1):
-            tile = span.tile(span.first + i * traits.tokens, problem.head_dim, traits.quads, problem.splits_columns)
-            if const_expr(problem.holds_rows):
-                source = choose(is_q, *(Rows.of(x, *part) for x in (tensors.q, tensors.k)))
-                size = Held.load(source, tile, problem.dtype, problem.hadamard).magnitude()
-            else:
-                size = largest_magnitude(rotated(problem, tensors, is_q, part, tile))
-            peak = cute.arch.fmax(peak, size)
+        if const_expr(problem.holds_rows):
+            peak = self.largest_held(source, span, tiles, problem.head_dim, problem.hadamard)
+        else:
+            for i in cutlass.range(tiles, unroll=1):
+                first = span.first + i * traits.tokens
+                tile = span.tile(first, problem.head_dim, traits.quads, problem.splits_columns)
+                rows = rotated(problem, tensors, is_q, (span.origin, place.head), tile)
+                peak = cute.arch.fmax(peak, largest_magnitude(rows))
         self.put_magnitude(tensors, number, peak * problem.hadamard_scale)
 
     @cute.jit
-    def measure_heads(self, tensors: QuantizeTensors, work: Work, blocks: Work, number: Int32):
-        """The largest magnitudes of a part of as many heads of Q or K as a block visits, row by row.
+    def largest_held(
+        self,
+        source: Rows,
+        span: Span,
+        tiles: Int32,
+        head_dim: cutlass.Constexpr[int],
+        hadamard: cutlass.Constexpr[int],
+    ):
+        """The largest finite magnitude of a thread's rows of some tiles; infinities are rare."""
+        peak = Float32(0.0)
+        for i in cutlass.range(tiles, unroll=1):
+            tile = span.tile(span.first + i * self.traits.tokens, head_dim, self.traits.quads)
+            peak = cute.arch.fmax(peak, Held.load(source, tile, self.problem.dtype, hadamard).largest())
+        if cute.arch.vote_any_sync(peak == Float32.inf):
+            peak = Float32(0.0)
+            for i in cutlass.range(tiles, unroll=1):
+                tile = span.tile(span.first + i * self.traits.tokens, head_dim, self.traits.quads)
+                peak = cute.arch.fmax(peak, Held.load(source, tile, self.problem.dtype, hadamard).largest_finite())
+        return peak
 
-        If there are fewer heads the last one is measured again.
-        """
+    @cute.jit
+    def measure_heads(
+        self, tensors: QuantizeTensors, work: Work, blocks: Work, number: Int32, memory: cute.Tensor | None
+    ):
+        """The largest magnitudes of a part of as many heads of Q or K as a block visits."""
         traits, problem = self.traits, self.problem
         is_q, place = blocks.place(number)
         span = self.span(tensors, is_q, place)
-        parts = HeadTiles(work.q.batch, *(choose(is_q, *x) for x in zip(work.sizes(work.q), work.sizes(work.k))))
-        heads = [cutlass.min(place.head * traits.visits + h, parts.heads - 1) for h in range(traits.visits)]
+        last = choose(is_q, work.q.heads, work.k.heads) - 1
+        heads = [cutlass.min(place.head * traits.visits + h, last) for h in range(traits.visits)]
+        if const_expr(problem.mixes_rotated):
+            first = place.head * traits.visits
+            count = cutlass.min(traits.visits, last + 1 - first)
+            peaks = self.rotated.sizes(tensors, is_q, span, (first, count), self.tiles(span), memory)
+        else:
+            peaks = self.sizes(tensors, is_q, span, heads)
+        warps = -(-traits.num_threads // WARP)
+        numbers = SmemAllocator().allocate_tensor(Float32, cute.make_layout((WARP, traits.visits)))
+        for h, head in enumerate(heads):
+            peak = block_max(peaks[h], numbers[None, h], warps) * problem.hadamard_scale
+            if cute.arch.thread_idx()[0] == 0 and place.head * traits.visits + h <= last:
+                tensors.workspace[work.number_of(is_q, Place(place.batch, place.tile, head))] = peak
+
+    @cute.jit
+    def sizes(self, tensors: QuantizeTensors, is_q: Boolean, span: Span, heads: list[Int32]):
+        """(heads,) the largest magnitude that a thread has seen of each of some heads."""
+        traits, problem = self.traits, self.problem
         sources = [choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q, tensors.k))) for head in heads]
         peaks = cute.make_rmem_tensor(traits.visits, Float32)
         peaks.fill(0.0)
@@ -140,42 +198,56 @@ class Measure:
             for row in cutlass.range(ROWS, unroll=1):
                 for h, values in enumerate(rotated_heads(problem, tensors, sources, tile, row)):
                     peaks[h] = cute.arch.fmax(peaks[h], largest_magnitude([values]))
-        warps = -(-traits.num_threads // WARP)
-        numbers = SmemAllocator().allocate_tensor(Float32, cute.make_layout((WARP, traits.visits)))
-        for h, head in enumerate(heads):
-            peak = block_max(peaks[h], numbers[None, h], warps) * problem.hadamard_scale
-            if cute.arch.thread_idx()[0] == 0:
-                target = choose(is_q, Int32(0), work.q.size()) + parts.number(place.batch, place.tile, head)
-                tensors.workspace[target] = peak
+        return peaks
 
     @cute.jit
-    def measure_v(self, tensors: QuantizeTensors, work: Work, number: Int32):
+    def measure_v(self, tensors: QuantizeTensors, work: Work, number: Int32, memory: cute.Tensor | None):
         """The largest magnitude of a part of a head of V, or sum and extremes of its columns."""
         traits, problem = self.traits, self.problem
         place = work.v.place(number - work.first_v())
         span = self.span(tensors, None, place)
-        part = span.origin, place.head
         tiles = self.tiles(span)
         if const_expr(problem.smooths_v):
             sums = cute.make_rmem_tensor(COLUMNS, Float32)
             sums.fill(0.0)
             extremes = cute.make_rmem_tensor((PAIRS, len(EXTREMES)), Uint32)
             extremes.fill(NAN_PAIR)
+            identity = Identity.of(problem.dtype, span.rows)
             for i in cutlass.range(tiles, unroll=1):
-                tile = span.tile(span.first + i * traits.tokens, problem.head_dim_v, traits.quads)
-                held = Held.load(Rows.of(tensors.v, *part), tile, problem.dtype)
-                add_rows(sums, held)
+                held = self.values(tensors, span, place, i)
+                is_whole = held.tile.first + traits.tokens <= held.tile.last + 1
                 if const_expr(problem.measures_heads):
-                    add_extremes(extremes, held)
+                    if not is_whole:
+                        replace_missing(held, NAN_PAIR)
+                    take_extremes(extremes, held)
+                if not is_whole:
+                    replace_missing(held, 0)
+                add_tile(sums, held, identity)
+            if not cute.arch.vote_all_sync(nothing_of([sums[e] for e in range(COLUMNS)]) == Float32(0.0)):
+                self.measure_again(tensors, span, place, tiles, sums, extremes)
             tile = span.tile(span.first, problem.head_dim_v, traits.quads)
-            self.put_columns(tensors, work, number, tile, (sums, extremes))
+            self.put_columns(tensors, work, number, tile, (sums, extremes), memory)
         else:
-            peak = Float32(0.0)
-            for i in cutlass.range(tiles, unroll=1):
-                tile = span.tile(span.first + i * traits.tokens, problem.head_dim_v, traits.quads)
-                held = Held.load(Rows.of(tensors.v, *part), tile, problem.dtype)
-                peak = cute.arch.fmax(peak, held.magnitude())
-            self.put_magnitude(tensors, number, peak)
+            source = Rows.of(tensors.v, span.origin, place.head)
+            self.put_magnitude(tensors, number, self.largest_held(source, span, tiles, problem.head_dim_v, 0))
+
+    def values(self, tensors: QuantizeTensors, span: Span, place: Place, i: Int32) -> Held:
+        """A thread's rows of tile `i` of a part of V."""
+        tile = span.tile(span.first + i * self.traits.tokens, self.problem.head_dim_v, self.traits.quads)
+        return Held.load(Rows.of(tensors.v, span.origin, place.head), tile, self.problem.dtype)
+
+    @cute.jit
+    def measure_again(
+        self, tensors: QuantizeTensors, span: Span, place: Place, tiles: Int32, sums: cute.Tensor, extremes: cute.Tensor
+    ):
+        """Sums and extremes of a part's columns without elements that are not finite."""
+        sums.fill(0.0)
+        extremes.fill(NAN_PAIR)
+        for i in cutlass.range(tiles, unroll=1):
+            held = self.values(tensors, span, place, i)
+            add_rows(sums, held)
+            if const_expr(self.problem.measures_heads):
+                add_extremes(extremes, held)
 
     def span(self, tensors: QuantizeTensors, is_q: Boolean | None, place: Place) -> Span:
         """The rows of a part of Q or K; `is_q` is None for one of V."""
@@ -200,14 +272,18 @@ class Measure:
             tensors.workspace[number] = peak
 
     @cute.jit
-    def put_columns(self, tensors: QuantizeTensors, work: Work, number: Int32, tile: Tile, found):
+    def put_columns(
+        self, tensors: QuantizeTensors, work: Work, number: Int32, tile: Tile, found, memory: cute.Tensor | None
+    ):
         """Put the statistics of a part's columns together, in a fixed order, and write them.
 
         `found` are the sums and extremes of the thread's columns; an extreme is NaN without a finite element.
         """
         sums, extremes = found
         quads, head_dim = self.traits.quads, self.problem.head_dim_v
-        stage = SmemAllocator().allocate_tensor(Float32, cute.make_layout((head_dim, quads)), byte_alignment=16)
+        if const_expr(memory is None):
+            memory = shared_numbers(4 * quads * head_dim)
+        stage = part_of(memory, 0, (head_dim, quads))
         target = self.columns_of(work, number - work.first_v())
         for statistic in cutlass.range_constexpr(self.problem.statistics):
             if tile.is_own:
@@ -314,24 +390,6 @@ class Measure:
         if tensors.used_k is not None:
             return tensors.used_k[sequence]
         return tensors.cu_k[sequence + 1] - tensors.cu_k[sequence]
-
-
-def add_rows(sums: cute.Tensor, held: Held) -> None:
-    """Add a tile's rows to the sums of a thread's columns."""
-    for i in range(ROWS):
-        count = cutlass.select_(held.tile.has(i), Float32(1.0), Float32(0.0))  # not the last row again
-        for e in range(COLUMNS):
-            value = held.value(e, i)
-            value = cutlass.select_(cute.math.abs(value) < Float32.inf, value, Float32(0.0))
-            sums[e] = sums[e] + value * count
-
-
-def add_extremes(extremes: cute.Tensor, held: Held) -> None:
-    """Compare a tile's rows with the extremes of a thread's columns; a row that is there twice changes none."""
-    for x, name in enumerate(EXTREMES):
-        for pair in range(PAIRS):
-            found = held.extreme(name, pair)
-            extremes[pair, x] = pair_extreme(name, extremes[pair, x], found, dtype=held.dtype)
 
 
 def combine(statistic: int, a: Float32, b: Float32) -> Float32:

@@ -1,4 +1,4 @@
-"""A tile of tokens in the registers of a block: loaded, rotated, measured, rounded to 8 bits.
+"""A tile of tokens in the registers of a block: loaded, measured, rounded to 8 bits.
 
 Each thread has 16 neighbouring columns of 4 rows. The rows are those whose keys lie side by side in V^T (`Tile.row`),
 so that one thread fills whole words of it; neighbouring threads have the other columns of the same rows.
@@ -18,14 +18,15 @@ from cutlass.memory import SmemAllocator
 from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS
 from cuteflash.core.views import aligned
 from cuteflash.problem import FP8_MAX, Fp8Dtype
-from cuteflash.quantize_problem import QuantizeProblem
 from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits
 
 Numeric = type[cutlass.Numeric]
 
 CHUNKS = COLUMNS // ALIGN_ELEMENTS  # loads of 16 bytes of a thread in a row of 16-bit elements
 WORDS = COLUMNS // ROWS  # of a thread in a row of 8-bit elements
+NUMBERS = ALIGN_BYTES // 4  # of fp32 in 16 bytes
 TINY = 2.0**-126  # the smallest normal number of fp32
+MOST_THREADS = 1024  # of a block
 ROUND_PAIR = "cvt.rn.satfinite.{}x2.f32"
 
 
@@ -89,9 +90,9 @@ class Tile:
     half: cutlass.Constexpr[int] = 0
 
     @classmethod
-    def of(cls, first: Int32, seqlen: Int32, head_dim: int, quads: int) -> Tile:
+    def of(cls, first: Int32, seqlen: Int32, head_dim: int, quads: int, thread: Int32 | None = None) -> Tile:
         """The part of the calling thread in a tile of `head_dim` columns, which begins at row `first`."""
-        thread, lanes = cute.arch.thread_idx()[0], head_dim // COLUMNS
+        thread, lanes = own_thread(thread), head_dim // COLUMNS
         quad = thread // lanes
         return cls(first, seqlen - 1, thread % lanes, cutlass.min(quad, quads - 1), quad < quads)
 
@@ -157,6 +158,35 @@ class Tile:
         return self.load(rows, tuple(chunk * ALIGN_BYTES for chunk in self.chunks()), dtype)
 
 
+def shared_numbers(nbytes: int) -> cute.Tensor | None:
+    """(numbers,) shared memory of a block, None if it needs none."""
+    if not nbytes:
+        return None
+    layout = cute.make_layout(nbytes // Float32.width * 8)
+    return SmemAllocator().allocate_tensor(Float32, layout, byte_alignment=ALIGN_BYTES)
+
+
+def part_of(memory: cute.Tensor, first: int, shape: tuple[int, ...], dtype: Numeric = Float32) -> cute.Tensor:
+    """A tensor in shared memory that begins `first` numbers after `memory` does."""
+    pointer = (memory.iterator + first).align(ALIGN_BYTES)
+    return cute.make_tensor(cute.recast_ptr(pointer, dtype=dtype), cute.make_layout(shape))
+
+
+def own_thread(thread: Int32 | None) -> Int32:
+    """The calling thread's number, if it is not at hand."""
+    return cute.arch.thread_idx()[0] if thread is None else thread
+
+
+def thread_again(step: Int32) -> Int32:
+    """The calling thread's number, of which the compiler does not know that it is the same at each step.
+
+    So nothing that follows from it takes registers from one step to the next.
+    """
+    numbers = [cute.arch.thread_idx()[0], step]
+    copy = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0}; // {$r1}", write_only_types=[Int32], read_only_args=numbers)
+    return copy & (MOST_THREADS - 1)  # it is not negative
+
+
 def own_columns(vector: cute.Tensor, tile: Tile) -> cute.Tensor:
     """(columns,) of a (head_dim,) fp32 vector, which begins on 16 bytes, those that the thread has of a tile."""
     values = cute.make_rmem_tensor(COLUMNS, Float32)
@@ -166,113 +196,29 @@ def own_columns(vector: cute.Tensor, tile: Tile) -> cute.Tensor:
     return values
 
 
+@cute.jit
+def put_row(target: Rows, tile: Tile, i: int | Int32, words: cute.Tensor):
+    """Write a thread's row `i` if the result has it."""
+    if tile.is_written(i):
+        tile.store_row(target, i, words)
+
+
+@cute.jit
+def put_first_rows(target: Rows, tile: Tile, rows: list[cute.Tensor]):
+    """Write as many of a thread's rows, those that the result has: with one branch if that has all."""
+    if tile.is_written(len(rows) - 1):
+        for i in cutlass.range_constexpr(len(rows)):
+            tile.store_row(target, i, rows[i])
+    else:
+        for i in cutlass.range_constexpr(len(rows) - 1):
+            put_row(target, tile, i, rows[i])
+
+
 def widened(row: cute.Tensor) -> cute.Tensor:
     """A copy in fp32."""
     values = cute.make_rmem_tensor_like(row, Float32)
     values.store(row.load().to(Float32))
     return values
-
-
-@dataclasses.dataclass(frozen=True)
-class Rotary:
-    """A rotary embedding of the first columns of a head: its cosines and sines, (seqlen, rotary_dim / 2).
-
-    Of packed sequences `last` is the last row of both: what the vectors of lengths say may exceed them.
-    """
-
-    problem: cutlass.Constexpr[QuantizeProblem]
-    cos: Rows
-    sin: Rows
-    last: Int32
-    dtype: cutlass.Constexpr[Numeric]
-
-    def angles(self, tile: Tile, i: int) -> tuple[cute.Tensor, cute.Tensor]:
-        """Cosines and sines of the thread's columns in its row `i`, fp32: of each pair's, or of each column's."""
-        if self.problem.rotary_interleaved:
-            column = cutlass.min(tile.lane * COLUMNS, self.problem.rotary_dim - COLUMNS)
-            return self._tables(tile, (column // 2,), i)
-        if tile.half:
-            return self._tables(tile, (tile.lane * ALIGN_ELEMENTS,), i)
-        half = self._half()
-        return self._tables(tile, tuple(chunk % half * ALIGN_ELEMENTS for chunk in tile.chunks()), i)
-
-    def rotate(self, values: cute.Tensor, rows: Rows, dtype: Numeric, tile: Tile, i: int, angles) -> None:
-        """Rotate a thread's row `i` by `angles`; it comes from `rows` of element type `dtype`."""
-        if self.problem.rotary_interleaved:
-            self._rotate_neighbours(values, tile, angles)
-            return
-        if tile.half:
-            self._rotate_own_halves(values, angles)
-            return
-        half = self._half()
-        others = (
-            cutlass.select_(chunk < half, chunk + half, cutlass.select_(chunk < 2 * half, chunk - half, chunk))
-            for chunk in tile.chunks()
-        )
-        partners = cute.make_rmem_tensor(COLUMNS, dtype)  # in the cache, since a neighbouring thread loads them as well
-        tile.load_row(rows, tuple(chunk * ALIGN_BYTES for chunk in others), i, partners)
-        self._rotate_halves(values, widened(partners), tile, angles)
-
-    def _half(self) -> int:
-        """Chunks of 8 columns in half of those that are rotated."""
-        return self.problem.rotary_dim // 2 // ALIGN_ELEMENTS
-
-    def _tables(self, tile: Tile, columns: tuple[Int32, ...], i: int) -> tuple[cute.Tensor, cute.Tensor]:
-        """8 neighbouring cosines and sines from each of `columns` on, for row `i`, fp32."""
-        nbytes = self.dtype.width // 8
-        steps = range(0, ALIGN_ELEMENTS * nbytes, ALIGN_BYTES)
-        offsets = tuple(column * nbytes + step for column in columns for step in steps)
-        tables = tuple(cute.make_rmem_tensor(ALIGN_ELEMENTS * len(columns), self.dtype) for _ in range(2))
-        row = tile.nearest(i)
-        if self.problem.is_packed:
-            row = cutlass.min(row, self.last)
-        for rows, table in zip((self.cos, self.sin), tables, strict=True):
-            tile.load_pieces(rows, offsets, row, table)
-        cos, sin = (widened(table) for table in tables)
-        return cos, sin
-
-    def _rotate_own_halves(self, values: cute.Tensor, angles) -> None:
-        cos, sin = angles
-        for e in range(ALIGN_ELEMENTS):
-            a, b = values[e], values[e + ALIGN_ELEMENTS]
-            values[e] = a * cos[e] - b * sin[e]
-            values[e + ALIGN_ELEMENTS] = a * sin[e] + b * cos[e]
-
-    def _rotate_neighbours(self, values: cute.Tensor, tile: Tile, angles) -> None:
-        cos, sin = angles
-        is_turned = tile.lane * COLUMNS < self.problem.rotary_dim
-        for e in range(COLUMNS // 2):
-            a, b = values[2 * e], values[2 * e + 1]
-            values[2 * e] = cutlass.select_(is_turned, a * cos[e] - b * sin[e], a)
-            values[2 * e + 1] = cutlass.select_(is_turned, a * sin[e] + b * cos[e], b)
-
-    def _rotate_halves(self, values: cute.Tensor, partners: cute.Tensor, tile: Tile, angles) -> None:
-        half, chunks = self._half(), tile.chunks()
-        cos, sin = angles
-        for e in range(COLUMNS):
-            chunk = chunks[e // ALIGN_ELEMENTS]
-            turned = values[e] * cos[e] + partners[e] * cutlass.select_(chunk < half, -sin[e], sin[e])
-            values[e] = cutlass.select_(chunk < 2 * half, turned, values[e])
-
-
-def mix(values: cute.Tensor, tile: Tile, block: int) -> None:
-    """Multiply each `block` columns of a row by Sylvester's Hadamard matrix, whose elements are 1 and -1.
-
-    A butterfly for each bit of the column: some within a thread, the others between threads.
-    """
-    within, between = COLUMNS, block // COLUMNS
-    if tile.half:  # the fourth bit within a thread is that of a row's halves
-        within = COLUMNS if block > tile.half * ALIGN_ELEMENTS else ALIGN_ELEMENTS
-        between = min(block // ALIGN_ELEMENTS, tile.half)
-    for distance in (1 << bit for bit in range(within.bit_length() - 1)):
-        for low in (x for x in range(COLUMNS) if not x & distance):
-            a, b = values[low], values[low + distance]
-            values[low], values[low + distance] = a + b, a - b
-    for lanes in (1 << bit for bit in range(between.bit_length() - 1)):
-        sign = cutlass.select_(tile.lane & lanes == 0, Float32(1.0), Float32(-1.0))
-        for e in range(COLUMNS):
-            other = cute.arch.shuffle_sync_bfly(values[e], offset=lanes)
-            values[e] = values[e] * sign + other
 
 
 def largest_magnitude(rows: Iterable[cute.Tensor]) -> Float32:
@@ -341,6 +287,8 @@ def put_columns(
     traits: cutlass.Constexpr[QuantizeTraits],
     head_dim: cutlass.Constexpr[int],
     first_key: Int32 | None = None,
+    stage: cute.Tensor | None = None,
+    thread: Int32 | None = None,
 ):
     """Write a tile of 8-bit rows into V^T, by way of shared memory.
 
@@ -349,15 +297,18 @@ def put_columns(
         words: of each of the thread's columns its four rows, the first in the lowest byte.
         head_dim: columns of the tile.
         first_key: where the tile's rows begin in `target`; None is where they begin in their sequence.
+        stage: (quads, head_dim) words in shared memory, if there is a place for them.
+        thread: the calling thread's number, if it is at hand.
     """
     first = tile.first if const_expr(first_key is None) else first_key
-    stage = SmemAllocator().allocate_tensor(Uint32, cute.make_layout((traits.quads, head_dim)), byte_alignment=16)
+    if const_expr(stage is None):
+        stage = SmemAllocator().allocate_tensor(Uint32, cute.make_layout((traits.quads, head_dim)), byte_alignment=16)
     for e in cutlass.range_constexpr(COLUMNS):
         stage[tile.quad ^ bank_turn(tile.lane, traits, head_dim), tile.lane * COLUMNS + e] = words[e]
     cute.arch.sync_threads()
     atom = cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=ALIGN_BYTES * 8)
     pieces = traits.quads // WORDS  # of 16 keys in a column
-    piece, total = cute.arch.thread_idx()[0], pieces * head_dim
+    piece, total = own_thread(thread), pieces * head_dim
     for _ in cutlass.range_constexpr(-(-total // traits.num_threads)):
         if piece < total:
             column, group = piece // pieces, piece % pieces

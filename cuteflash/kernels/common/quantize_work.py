@@ -8,15 +8,16 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Boolean, Int32, const_expr
+from cutlass import AddressSpace, Boolean, Int32, Int64, const_expr
 
 from cuteflash.core.schedule import owner_of
 from cuteflash.core.signature import ALIGN_BYTES, CUTE_DTYPES
 from cuteflash.core.tile_numbers import count_tiles, first_tile
+from cuteflash.kernels.common.quantize_rotary import Rotary, mix
 from cuteflash.kernels.common.quantize_signature import TABLE_DTYPES
-from cuteflash.kernels.common.quantize_tile import Rotary, Rows, Tile, mix, widened
-from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
-from cuteflash.traits.quantize import COLUMNS, ROWS
+from cuteflash.kernels.common.quantize_tile import Rows, Tile, widened
+from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeProblem, QuantizeTensors
+from cuteflash.traits.quantize import COLUMNS, ROWS, QuantizeTraits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +47,13 @@ class Span:
     rows: Int32
     end: Int32 | None = None
 
-    def tile(self, first: Int32, head_dim: int, quads: int, splits: bool = False) -> Tile:
+    def tile(self, first: Int32, head_dim: int, quads: int, splits: bool = False, thread: Int32 | None = None) -> Tile:
         """The calling thread's part of a tile of `head_dim` columns that begins at row `first` of the sequence.
 
-        `splits` is `QuantizeProblem.splits_columns`.
+        `splits` is `QuantizeProblem.splits_columns`; `thread` is the thread's number, if it is at hand.
         """
         half = head_dim // COLUMNS if splits else 0
-        return dataclasses.replace(Tile.of(first, self.rows, head_dim, quads), end=self.end, half=half)
+        return dataclasses.replace(Tile.of(first, self.rows, head_dim, quads, thread), end=self.end, half=half)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,13 +121,31 @@ def tiles_of(tensors: QuantizeTensors, rows: Int32, tile_rows: int, unit: int) -
     return count_tiles(rows, tensors.cu_q.shape[0] - 1, unit) * (unit // tile_rows)
 
 
+def fast(divisor: Any) -> Any:
+    """Of a value of the host's code something that a kernel divides by in a few instructions; an int stays one.
+
+    Nothing is divided by a zero, which becomes 1.
+    """
+    return divisor if isinstance(divisor, int) else cute.fast_divmod_create_divisor_v2(cutlass.max(divisor, 1))
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadTiles:
-    """The tiles of all heads of a tensor, numbered: heads run fastest, since they are neighbours in memory."""
+    """The tiles of all heads of a tensor, numbered: heads run fastest, since they are neighbours in memory.
+
+    `per_tile` and `per_entry` are what numbers are divided by, see `fast`: heads, and tiles of a head.
+    """
 
     batch: Int32
     tiles: Int32
     heads: Int32
+    per_tile: Any
+    per_entry: Any
+
+    @classmethod
+    def of(cls, batch: Any, tiles: Any, heads: Any) -> HeadTiles:
+        """Of values of the host's code."""
+        return cls(batch, tiles, heads, fast(heads), fast(tiles))
 
     def size(self) -> Int32:
         """How many there are."""
@@ -138,8 +157,9 @@ class HeadTiles:
 
     def place(self, number: Int32) -> Place:
         """The tile of a number."""
-        rest = number // self.heads
-        return Place(rest // self.tiles, rest % self.tiles, number % self.heads)
+        rest, head = divmod(number, self.per_tile)
+        batch, tile = divmod(rest, self.per_entry)
+        return Place(batch, tile, head)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,27 +169,28 @@ class Mix:
     Attributes:
         first, second: how many of each kind are in a group.
         groups: how many groups there are.
+        per_group: what places are divided by, see `fast`.
     """
 
     first: Int32
     second: Int32
     groups: Int32
+    per_group: Any
 
     @classmethod
     def of(cls, first: Any, second: Any) -> Mix:
         """Of so many of each kind; for Python ints or values of the host's code."""
         each_first, each_second = (at_least_one(a // at_least_one(b)) for a, b in ((first, second), (second, first)))
         groups = cutlass.min(first // each_first, second // each_second)
-        return cls(each_first, each_second, groups)
+        return cls(each_first, each_second, groups, fast(each_first + each_second))
 
     def number(self, place: Int32, first: Int32) -> Int32:
         """The number of the block at a place of the order, if `first` blocks of the first kind have the lowest.
 
         Without comparisons, so that Python ints do, too.
         """
-        period = self.first + self.second
-        group = cutlass.min(place // period, self.groups)
-        offset = place - group * period  # in the group, or in the rest
+        group = cutlass.min(divmod(place, self.per_group)[0], self.groups)
+        offset = place - group * (self.first + self.second)  # in the group, or in the rest
         in_group = cutlass.min(self.groups - group, 1)  # 1 if it is a group
         rest = first - self.groups * self.first
         of_first = rest + in_group * (self.first - rest)
@@ -215,12 +236,14 @@ class Work:
     def place(self, number: Int32) -> tuple[Boolean, Place]:
         """Of a block of Q or K whether it is one of Q, and its part."""
         is_q = number < self.q.size()
-        tiles = HeadTiles(self.q.batch, *(choose(is_q, *x) for x in zip(self.sizes(self.q), self.sizes(self.k))))
-        return is_q, tiles.place(choose(is_q, number, number - self.q.size()))
+        of_q, of_k = self.q.place(number), self.k.place(number - self.q.size())
+        both = ((of_q.batch, of_k.batch), (of_q.tile, of_k.tile), (of_q.head, of_k.head))
+        return is_q, Place(*(choose(is_q, *x) for x in both))
 
-    def sizes(self, tiles: HeadTiles) -> tuple[Int32, Int32]:
-        """Tiles of a head and heads."""
-        return tiles.tiles, tiles.heads
+    def number_of(self, is_q: Boolean, place: Place) -> Int32:
+        """The number of the block of Q or K that has a part."""
+        of_q, of_k = (tiles.number(place.batch, place.tile, place.head) for tiles in (self.q, self.k))
+        return choose(is_q, of_q, self.q.size() + of_k)
 
 
 def choose(is_first: Boolean, first, second):
@@ -234,9 +257,37 @@ def choose(is_first: Boolean, first, second):
     return cutlass.select_(is_first, first, second)
 
 
+@dataclasses.dataclass(frozen=True)
+class HeadRows:
+    """The rows of heads that follow each other: of the first one, and bytes from a head to the next."""
+
+    rows: Rows
+    step: Int64
+
+    @classmethod
+    def of(cls, is_q: Boolean, both: tuple[cute.Tensor, cute.Tensor], origin: Int32, first: Int32) -> HeadRows:
+        """Of Q or K from head `first` on, see `Rows.of`."""
+        rows = choose(is_q, *(Rows.of(x, origin, first) for x in both))
+        return cls(rows, choose(is_q, *(Int64(x.stride[-2]) * (x.element_type.width // 8) for x in both)))
+
+    def __getitem__(self, number: Int32) -> Rows:
+        return Rows(self.rows.address + self.step * Int64(number), self.rows.stride)
+
+
 def seqlen_of(tensors: QuantizeTensors, is_q: Boolean) -> Int32:
     """The length of Q's or of K's sequences; of packed ones all rows."""
     return choose(is_q, Int32(tensors.q.shape[-3]), Int32(tensors.k.shape[-3]))
+
+
+def tile_span(
+    problem: QuantizeProblem, traits: QuantizeTraits, tensors: QuantizeTensors, is_q: Boolean | None, place: Place
+) -> Span:
+    """The rows of a tile of Q or K; `is_q` is None for one of V."""
+    if problem.is_packed:
+        packing = packing_of_keys(tensors) if is_q is None else packing_of(tensors, is_q)
+        return packing.span(place.tile, traits.tokens, BLOCK_TOKENS)
+    seqlen = Int32(tensors.v.shape[1]) if is_q is None else seqlen_of(tensors, is_q)
+    return Span(place.batch, place.batch, place.tile * traits.tokens, seqlen)
 
 
 def rotated(

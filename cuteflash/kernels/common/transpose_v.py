@@ -49,7 +49,7 @@ class TransposeV:
     @cute.jit
     def __call__(self, v: cute.Tensor, vt: cute.Tensor, stream):
         batch, heads, _, keys = vt.shape
-        tiles = HeadTiles(batch, cute.ceil_div(keys, self.traits.tokens), heads)
+        tiles = HeadTiles.of(batch, cute.ceil_div(keys, self.traits.tokens), heads)
         self.kernel.set_name_prefix("flash_transpose_v", remove_cutlass_symbol=True)
         self.kernel(v, vt, tiles).launch(
             grid=(tiles.size(), 1, 1),

@@ -1,0 +1,206 @@
+"""The products of the quantising kernels, lane by lane: their own code on numpy arrays of a warp's 32 threads.
+
+The instruction itself is emulated from PTX's tables of fragments, which say where a thread has which element.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cuteflash.kernels.common import quantize_centred, quantize_held, quantize_mixed, quantize_products
+from cuteflash.kernels.common.quantize_centred import add_tile, products_less_than_mean
+from cuteflash.kernels.common.quantize_held import Held
+from cuteflash.kernels.common.quantize_mixed import MixedTile, Mixer, pairs_of
+from cuteflash.kernels.common.quantize_products import Identity, signs_of, tf32_signs
+from cuteflash.problem import Dtype
+from tests.quantized import rotated
+
+LANES = np.arange(32)
+TORCH_TYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
+ANY_COUNT = np.int32(1000)
+
+
+def elements(words: Any, kind: str) -> np.ndarray:
+    """Both numbers of pairs of 16 bits, the first one first."""
+    bits = np.asarray(words, np.uint32).reshape(-1, 1).view(np.uint16).copy()
+    return torch.from_numpy(bits.view(np.int16)).view(TORCH_TYPES[kind]).double().numpy()
+
+
+def emulated(shape: str, c: Any, a: Any, b: Any, use: str = "") -> tuple[np.ndarray, ...]:
+    """`mma.sync` of a warp: every thread's registers, by the tables of the PTX documentation."""
+    g, t = LANES // 4, LANES % 4
+    one = np.ones(32, np.uint32)
+    left = np.zeros((16, 16 if shape.startswith("m16n8k16") else 8))
+    right = np.zeros((left.shape[1], 8))
+    sums = np.zeros((16, 8))
+    for i in range(4):
+        sums[g + 8 * (i // 2), 2 * t + i % 2] = c[i]
+    if shape.startswith("m16n8k16"):
+        kind = "bf16" if ".bf16." in shape else "fp16"
+        for i, words in enumerate(a):
+            for half in range(2):
+                left[g + 8 * (i % 2), 2 * t + half + 8 * (i // 2)] = elements(words * one, kind)[:, half]
+        for i, words in enumerate(b):
+            for half in range(2):
+                right[2 * t + half + 8 * i, g] = elements(words * one, kind)[:, half]
+    else:
+        for i, values in enumerate(a):
+            left[g + 8 * (i % 2), t + 4 * (i // 2)] = cut(np.asarray(values, np.float32))
+        for i, words in enumerate(b):
+            right[t + 4 * i, g] = np.asarray(words * one, np.uint32).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        found = ((left[:, :, None] * right[None]).sum(1) + sums).astype(np.float32)
+    return tuple(found[g + 8 * (i // 2), 2 * t + i % 2] for i in range(4))
+
+
+def cut(values: np.ndarray) -> np.ndarray:
+    return (values.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def half_of(pair: np.ndarray, b: int, dtype: str) -> np.ndarray:
+    return elements(pair, dtype)[:, b].astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads a thread's number, makes registers or is an instruction: the same for all threads of a warp."""
+    monkeypatch.setattr(quantize_products, "place_of_lane", lambda: (LANES % 4, LANES // 4))
+    monkeypatch.setattr(quantize_products, "product", emulated)
+    monkeypatch.setattr(quantize_mixed, "first_bits", cut)
+    monkeypatch.setattr(quantize_mixed, "half_of", half_of)
+    monkeypatch.setattr(quantize_products.cutlass, "select_", np.where)
+    registers = types.SimpleNamespace(
+        make_rmem_tensor=lambda shape, dtype: np.empty(shape, object),
+        size=lambda tensor: tensor.size,
+        arch=types.SimpleNamespace(fmin=np.fmin),
+    )
+    for module in (quantize_mixed, quantize_centred):
+        monkeypatch.setattr(module, "cute", registers)
+        monkeypatch.setattr(module, "Float32", np.float32)
+    for module in (quantize_products, quantize_held):
+        monkeypatch.setattr(module, "Uint32", lambda x: np.asarray(x).astype(np.int64).astype(np.uint32))
+    monkeypatch.setattr(quantize_centred, "four_of", lambda mean, x: tuple(mean[4 * x : 4 * x + 4]))
+
+
+def words_of(values: torch.Tensor, columns: np.ndarray) -> list[np.ndarray]:
+    """Of each thread's 8 columns of its row, from `columns` on, the pairs: values are (threads, columns)."""
+    bits = values.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+    own = [bits[LANES, columns + e] for e in range(8)]
+    return [own[e] | own[e + 1] << np.uint32(16) for e in range(0, 8, 2)]
+
+
+def normal(*shape: int, dtype: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(TORCH_TYPES[dtype])
+
+
+class MixerOfLanes(Mixer):
+    """With cosines and sines from arrays (threads, loads, 8) in place of shared memory."""
+
+    def _table(self, i: Any, which: int, j: int) -> Any:
+        table: Any = self.angles[which]
+        return [table[:, j, e] for e in range(8)]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("is_careful", [False, True])
+def test_rotated_rows_are_those_of_the_definition(head_dim: int, dtype: Dtype, is_careful: bool) -> None:
+    """A warp has eight rows: their embedding and rotation, to 20 bits of the largest."""
+    x = normal(8, head_dim, dtype=dtype)
+    angles = torch.rand(8, head_dim // 2) * 6
+    cos, sin = angles.cos(), angles.sin()
+    loads = head_dim // 64
+    tile = MixedTile(0, 7, LANES % 4, LANES // 4, True, None, 4 * loads, loads, 1, 8)  # type: ignore[arg-type]
+    chunks = tile.chunks()
+    rows = x[LANES // 4]
+    words = [word for chunk in chunks for word in words_of(rows, np.asarray(chunk) * 8)]
+    tables = [
+        np.stack([table[LANES // 4, chunk * 8 + e].numpy() for chunk in chunks[:loads] for e in range(8)], 1).reshape(
+            32, loads, 8
+        )
+        for table in (cos, sin)
+    ]
+    mixer = MixerOfLanes(tile, Identity.of(dtype, ANY_COUNT), tf32_signs(), tables, dtype)  # type: ignore[arg-type]
+    both = list(pairs_of(mixer.row(words, 0, is_careful)))  # type: ignore[arg-type]
+
+    found = np.empty((8, head_dim))
+    for unit in range(loads):
+        for e, (a, b) in enumerate(both[8 * unit : 8 * unit + 8]):
+            for chunk, value in zip(chunks[2 * unit : 2 * unit + 2], (a + b, a - b), strict=True):
+                found[LANES // 4, chunk * 8 + e] = value / 8
+    wanted = rotated(x[None, :, None], 64, cos, sin)[0, :, 0].numpy()
+    assert np.abs(found - wanted).max() < 2.0**-20 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("element", [np.inf, -np.inf, np.nan])
+def test_careful_rows_keep_what_is_not_finite(element: float) -> None:
+    """One infinity is one everywhere, with the matrix's signs; the product alone makes NaN of all it is mixed with."""
+    x = normal(8, 64, dtype="bf16")
+    x[3, 9] = element
+    cos, sin = torch.full((8, 32), 0.6), torch.full((8, 32), 0.8)
+    tile = MixedTile(0, 7, LANES % 4, LANES // 4, True, None, 4, 1, 1, 8)  # type: ignore[arg-type]
+    words = [word for chunk in tile.chunks() for word in words_of(x[LANES // 4], np.asarray(chunk) * 8)]
+    tables = [np.full((32, 1, 8), float(table[0, 0]), np.float32) for table in (cos, sin)]
+    mixer = MixerOfLanes(tile, Identity.of("bf16", ANY_COUNT), tf32_signs(), tables, "bf16")  # type: ignore[arg-type]
+    wanted = rotated(x[None, :, None], 64, cos, sin)[0, 3, 0].numpy()
+    of_row = LANES // 4 == 3
+    for is_careful in (False, True):
+        found = np.empty((8, 64))
+        with np.errstate(invalid="ignore"):
+            for e, (a, b) in enumerate(pairs_of(mixer.row(words, 0, is_careful))):  # type: ignore[arg-type]
+                for chunk, value in zip(tile.chunks(), (a + b, a - b), strict=True):
+                    found[LANES // 4, chunk * 8 + e] = value
+        assert np.isfinite(found[np.arange(8) != 3]).all() and of_row.sum() == 4
+        if is_careful:
+            assert np.array_equal(found[3], wanted, equal_nan=True)
+        else:
+            assert np.isnan(found[3]).all()
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_rows_that_were_not_turned_are_rotated_as_well(dtype: Dtype) -> None:
+    """Four threads have 16 columns each of a row."""
+    x = normal(8, 64, dtype=dtype)
+    words = np.empty((8, 1), object)
+    for j in range(2):
+        for w, word in enumerate(words_of(x[LANES // 4], LANES % 4 * 16 + 8 * j)):
+            words[4 * j + w, 0] = word
+    held = Held(words, None, dtype, 64, signs_of(dtype))  # type: ignore[arg-type]
+    found = np.empty((8, 64))
+    for w in range(4):
+        for e, value in enumerate(held.scaled(0, w, np.float32(0.125))):  # type: ignore[arg-type]
+            found[LANES // 4, LANES % 4 * 16 + 4 * w + e] = value
+    wanted = rotated(x[None, :, None], 64)[0, :, 0].numpy()
+    assert np.abs(found - wanted).max() < 2.0**-20 * np.abs(wanted).max()
+    sizes = [np.abs(a) + np.abs(b) for a, b in zip(*held.halves(0, 2, "peak"), strict=True)]
+    column = LANES % 4 * 16 + 8
+    for b, size in enumerate(sizes):
+        larger = np.maximum(*(np.abs(found[LANES // 4, column + 2 * x + b]) for x in range(2)))
+        assert np.array_equal(size / 8, larger)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_mean_minus_elements_and_their_sums_stay_with_their_thread(dtype: Dtype) -> None:
+    values = [[normal(32, 8, dtype=dtype) * (1 + i + 4 * j) for j in range(2)] for i in range(4)]
+    words = np.empty((8, 4), object)
+    for i, j in itertools.product(range(4), range(2)):
+        for w, word in enumerate(words_of(values[i][j].contiguous(), np.zeros(32, np.int64))):
+            words[4 * j + w, i] = word
+    held = Held(words, types.SimpleNamespace(last=ANY_COUNT), dtype)  # type: ignore[arg-type]
+    mean = [np.full(32, 0.5 + e, np.float32) for e in range(16)]
+    found = products_less_than_mean(held, mean)  # type: ignore[arg-type]
+    sums = np.empty(16, object)
+    sums[:] = [np.float32(0)] * 16
+    add_tile(sums, held, Identity.of(dtype, ANY_COUNT))  # type: ignore[arg-type]
+    for j, e in itertools.product(range(2), range(8)):
+        own = [values[i][j][:, e].double().numpy() for i in range(4)]
+        for i in range(4):
+            assert np.allclose(found[e, i, j], mean[8 * j + e] - own[i], rtol=0, atol=2.0**-20)
+        assert np.allclose(sums[8 * j + e], sum(own), rtol=0, atol=2.0**-18)
