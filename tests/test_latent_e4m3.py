@@ -227,12 +227,19 @@ def test_gradients_are_refused_by_name() -> None:
 
 
 def cases() -> list[Any]:
-    """(target, row, problem): every problem on Hopper, one on Ada."""
+    """(target, row, problem): on Hopper every problem, and with each row each value that a problem has; one on Ada."""
+    found = []
+    for target in ("sm_90a", "sm_89"):
+        rows = dict.fromkeys(choose_mla(PROBLEM, rows, target) for rows in NUMBERS)
+        if target == "sm_89":
+            found += [(target, row, PROBLEM) for row in rows]
+            continue
+        opposite = PROBLEMS[-1]  # in all from the first
+        found += [(target, row, problem) for row in rows for problem in (PROBLEM, opposite)]
+        found += [(target, row, problem) for row, problem in zip(rows, PROBLEMS[1:-1])]
     return [
         pytest.param(target, row, problem, id=f"{target}-{row.tile_m}x{row.tile_n}-{problem}")
-        for target in ("sm_90a", "sm_89")
-        for row in dict.fromkeys(choose_mla(PROBLEM, rows, target) for rows in NUMBERS)
-        for problem in (PROBLEMS if target == "sm_90a" else PROBLEMS[:1])
+        for target, row, problem in found
     ]
 
 
