@@ -9,8 +9,8 @@ SECTION = struct.Struct("<IIQQQQIIQQ")  # a section header: name, type, flags, a
 LOCAL_MEMORY = {"LDL": 0x983, "STL": 0x387}  # loads and stores: the last twelve bits, on every target from sm_70 on
 
 
-def machine_code(cubin: bytes) -> bytes:
-    """The instructions of a cubin: its `.text` sections, without names, which hold those of Python classes."""
+def functions(cubin: bytes) -> list[bytes]:
+    """The instructions of each of a cubin's functions, without names, which hold those of Python classes."""
     section_offset, entry_size, count, names_index = ELF_SECTIONS.unpack_from(cubin)
     sections = [SECTION.unpack_from(cubin, section_offset + i * entry_size) for i in range(count)]
     names = sections[names_index][4]
@@ -18,11 +18,16 @@ def machine_code(cubin: bytes) -> bytes:
     def name(start: int) -> bytes:
         return cubin[names + start : cubin.index(b"\0", names + start)]
 
-    return b"".join(
+    return [
         cubin[offset : offset + size]
         for start, _, _, _, offset, size, *_ in sections
         if name(start).startswith(b".text")
-    )
+    ]
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """The instructions of a cubin."""
+    return b"".join(functions(cubin))
 
 
 def local_accesses(cubin: bytes) -> int:
