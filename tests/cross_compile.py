@@ -18,7 +18,7 @@ from cuteflash.compile.cache import key_digest
 from cuteflash.compile.key import cache_key
 from cuteflash.compile.options import compiler_options
 from cuteflash.compile.resources import Resources, parse_ptxas_log
-from tests.machine_code import local_accesses
+from tests import machine_code
 
 NVDISASM = pathlib.Path(sysconfig.get_paths()["purelib"], "nvidia", "cu13", "bin", "nvdisasm")
 REMARKS = "remarks.yaml"
@@ -57,7 +57,12 @@ class Compiled:
         return path
 
     def count(self, instruction: str) -> int:
-        """How often the machine code has `instruction`, a regular expression from the start of its name."""
+        """How often the machine code has `instruction`, a regular expression from the start of its name.
+
+        Disassembles it, but for those that `machine_code.ENCODINGS` has by this name.
+        """
+        if instruction in machine_code.ENCODINGS:
+            return machine_code.count(self.cubin, instruction)
         return len(re.findall(rf"\b{instruction}", self.sass))
 
     def assert_no_complaint(self) -> None:
@@ -69,7 +74,7 @@ class Compiled:
     def assert_clean(self) -> None:
         """No complaint, and no access to local memory in the machine code."""
         self.assert_no_complaint()
-        assert not local_accesses(self.cubin)
+        assert not self.count("LDL") and not self.count("STL")
 
 
 def cross_compile(kernel: Any, target: str, folder: pathlib.Path) -> Compiled:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
+
 ELF_SECTIONS = struct.Struct("<40xQ10x3H")  # of a 64-bit ELF's header: where section headers are, their size and number
 SECTION = struct.Struct("<IIQQQQIIQQ")  # a section header: name, type, flags, address, offset, size, ..
-LOCAL_MEMORY = {"LDL": 0x983, "STL": 0x387}  # loads and stores: the last twelve bits, on every target from sm_70 on
+# What tells an instruction: of its two words of 64 bits the bits that count, and their values; on every target from
+# sm_80 on. The last twelve bits are the operation.
+OPERATION = 0xFFF, 0
+CONVERSION = 0xFFF, 0xFEFFFFFF  # but for the bit that chooses the half of a register
+ENCODINGS = {
+    "LDL": (OPERATION, (0x983, 0)),
+    "STL": (OPERATION, (0x387, 0)),
+    "F2FP.F16.E4M3.UNPACK_B": (CONVERSION, (0x23E, 0x020006FF)),
+}
 
 
 def functions(cubin: bytes) -> list[bytes]:
@@ -30,7 +40,10 @@ def machine_code(cubin: bytes) -> bytes:
     return b"".join(functions(cubin))
 
 
-def local_accesses(cubin: bytes) -> int:
-    """How many instructions of a cubin load from local memory or store to it."""
-    instructions = memoryview(machine_code(cubin)).cast("Q")[::2]  # 16 bytes each, its operation in the first
-    return sum(word & 0xFFF in LOCAL_MEMORY.values() for word in instructions)
+def count(cubin: bytes, *names: str) -> int:
+    """How many instructions of a cubin have one of these names, of `ENCODINGS`."""
+    words = np.frombuffer(machine_code(cubin), np.uint64).reshape(-1, 2)
+    found = 0
+    for mask, values in (ENCODINGS[name] for name in names):
+        found += int(((words & np.array(mask, np.uint64)) == np.array(values, np.uint64)).all(axis=1).sum())
+    return found
