@@ -8,14 +8,16 @@ import numpy as np
 
 ELF_SECTIONS = struct.Struct("<40xQ10x3H")  # of a 64-bit ELF's header: where section headers are, their size and number
 SECTION = struct.Struct("<IIQQQQIIQQ")  # a section header: name, type, flags, address, offset, size, ..
-# What tells an instruction: of its two words of 64 bits the bits that count, and their values; on every target from
-# sm_80 on. The last twelve bits are the operation.
-OPERATION = 0xFFF, 0
-CONVERSION = 0xFFF, 0xFEFFFFFF  # but for the bit that chooses the half of a register
+# What tells instructions whose names begin so: of an instruction's two words of 64 bits those bits that count, and their
+# values; on every target from sm_80 on. The last twelve bits are the operation.
 ENCODINGS = {
-    "LDL": (OPERATION, (0x983, 0)),
-    "STL": (OPERATION, (0x387, 0)),
-    "F2FP.F16.E4M3.UNPACK_B": (CONVERSION, (0x23E, 0x020006FF)),
+    "LDL": ((0xFFF, 0), (0x983, 0)),
+    "STL": ((0xFFF, 0), (0x387, 0)),
+    "LDGSTS.E.BYPASS": ((0xFFF, 0x03000000), (0xFAE, 0)),
+    "LDSM.16.M88.4": ((0xFFF, 0xFF00), (0x83B, 0x0200)),
+    "LDSM.16.MT88.4": ((0xFFF, 0xFF00), (0x83B, 0x4200)),
+    "HMMA.16816.F32": ((0xFFF, 0xFFFBFF00), (0x23C, 0x1800)),  # of fp16 or bf16
+    "F2FP.F16.E4M3.UNPACK_B": ((0xFFF, 0xFEFFFFFF), (0x23E, 0x020006FF)),  # of either half of a register
 }
 
 
@@ -41,7 +43,7 @@ def machine_code(cubin: bytes) -> bytes:
 
 
 def count(cubin: bytes, *names: str) -> int:
-    """How many instructions of a cubin have one of these names, of `ENCODINGS`."""
+    """How many instructions of a cubin have names that begin with one of these of `ENCODINGS`."""
     words = np.frombuffer(machine_code(cubin), np.uint64).reshape(-1, 2)
     found = 0
     for mask, values in (ENCODINGS[name] for name in names):
