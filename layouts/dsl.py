@@ -7,6 +7,7 @@ outside of any function, by semi-private means, which therefore are used in this
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,10 +27,18 @@ def context(arch: str) -> Iterator[None]:
     environment.arch = arch
     dsl.compile_options = type(options)()  # those of a compilation that failed stay, and their target comes first
     try:
-        with ir.Context(), ir.Location.unknown(), ir.InsertionPoint(ir.Module.create().body):
+        with _mlir_context(), ir.Location.unknown(), ir.InsertionPoint(ir.Module.create().body):
             yield
     finally:
         environment._arch, dsl.compile_options = before, options
+
+
+@functools.cache
+def _mlir_context() -> Any:
+    """One for the process: to make one takes longer than most of what is asked in it."""
+    from cutlass._mlir import ir
+
+    return ir.Context()
 
 
 def layout_of(value: Any) -> Layout | ComposedLayout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
@@ -129,11 +130,16 @@ class ShippedRow:
         return scene_id(self.problem, self.target, self.choice)
 
 
-def shipped_rows(operation: str = "fwd") -> Iterator[ShippedRow]:
+@functools.cache
+def shipped_rows(operation: str = "fwd") -> tuple[ShippedRow, ...]:
     """Every part of every shipped row, with a problem that dispatch runs with the row on a machine without user tables.
 
-    `operation` is one of `OPERATIONS`.
+    `operation` is one of `OPERATIONS`. The tables are searched once a process.
     """
+    return tuple(_search(operation))
+
+
+def _search(operation: str) -> Iterator[ShippedRow]:
     if operation == MLA:
         yield from _latent_rows()
         return

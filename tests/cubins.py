@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import pathlib
 import re
-import struct
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -32,9 +31,8 @@ from cuteflash.problem_names import problem_id
 from cuteflash.traits.length_class import LENGTH_CLASSES
 from cuteflash.traits.row import TableKey, Traits
 from cuteflash.traits.tables import MODULES, TABLES, tables_of
+from tests.machine_code import machine_code
 
-ELF_SECTIONS = struct.Struct("<40xQ10x3H")  # of a 64-bit ELF's header: where section headers are, their size and number
-SECTION = struct.Struct("<IIQQQQIIQQ")  # a section header: name, type, flags, address, offset, size, ..
 PACKED = 4  # query heads for each KV head of the cases that fold them
 
 # How an operation's problems are made, and which of their features cost registers.
@@ -91,22 +89,6 @@ def all_cases() -> list[Case]:
         case._replace(problem=case.problem.packed(PACKED)) for case in light if isinstance(case.problem, FwdProblem)
     ]
     return list(dict.fromkeys([*row_kernels(), *light, *packed]))
-
-
-def machine_code(cubin: bytes) -> bytes:
-    """The instructions of a cubin: its `.text` sections, without names, which hold those of Python classes."""
-    section_offset, entry_size, count, names_index = ELF_SECTIONS.unpack_from(cubin)
-    sections = [SECTION.unpack_from(cubin, section_offset + i * entry_size) for i in range(count)]
-    names = sections[names_index][4]
-
-    def name(start: int) -> bytes:
-        return cubin[names + start : cubin.index(b"\0", names + start)]
-
-    return b"".join(
-        cubin[offset : offset + size]
-        for start, _, _, _, offset, size, *_ in sections
-        if name(start).startswith(b".text")
-    )
 
 
 def code_hash(case: Case) -> tuple[str, str]:

@@ -1,9 +1,4 @@
-"""A compiler and a GPU that only pretend, for tests of the sweep: each request leaves a line in a journal.
-
-Run as a program it is one whole sweep in a process of its own, which tests kill:
-
-    python -m tests.sweep_fakes FOLDER [SETTING=VALUE ..]
-"""
+"""A compiler and a GPU that only pretend, for tests of the sweep: each request leaves a line in a journal."""
 
 from __future__ import annotations
 
@@ -14,7 +9,6 @@ import json
 import os
 import pathlib
 import signal
-import sys
 import time
 from typing import Any
 
@@ -189,9 +183,3 @@ def sweep(world: World, plan: Plan | None = None, until: Any = "time") -> tuple[
         funnel = Funnel(plan or make_plan(), store, display, world.backend)
         funnel.run(until)
     return funnel, display
-
-
-if __name__ == "__main__":
-    settings = dict(argument.split("=") for argument in sys.argv[2:])
-    hold = int(settings["hold"]) if "hold" in settings else None
-    sweep(World(pathlib.Path(sys.argv[1]), pause=float(settings.get("pause", 0.0)), hold=hold))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import itertools
 import math
 import random
@@ -53,6 +54,22 @@ class Sweep:
     until: str = "time"
 
 
+@functools.cache
+def _space(
+    operation: Operation, target: str, family: Family, head_dim: int
+) -> tuple[list[Traits], list[Traits], list[tuple[Traits, str]]]:
+    """What takes part in everything, what runs in the order of its estimate, what does not with the reason."""
+    problems = [
+        Cell(head_dim, mask, 4096, dtype, operation=operation).problem for mask in MASK_KINDS for dtype in DTYPES
+    ]
+    rows = itertools.product(problems, LENGTH_CLASSES)
+    always = dict.fromkeys(choose_shipped(one, target, family, lengths).traits for one, lengths in rows)
+    found = dict.fromkeys([*enumerate_traits(operation, family, head_dim, head_dim), *always])
+    judged = [(one, one.check(get_arch(target))) for one in found]
+    order = shortlist([one for one, reason in judged if reason is None], get_arch(target), list(always))
+    return list(always), order, [(one, reason) for one, reason in judged if reason is not None]
+
+
 class Filler:
     """Writes one sweep into a store."""
 
@@ -87,14 +104,9 @@ class Filler:
         return (START + datetime.timedelta(seconds=self.seconds)).isoformat(timespec="milliseconds")
 
     def _prune(self, family: Family, head_dim: int) -> dict[str, Traits]:
-        problems = [self._cell(head_dim, mask, 4096, dtype).problem for mask in MASK_KINDS for dtype in DTYPES]
-        rows = itertools.product(problems, LENGTH_CLASSES)
-        always = dict.fromkeys(choose_shipped(one, self.sweep.target, family, lengths).traits for one, lengths in rows)
+        always, order, impossible = _space(self.sweep.operation, self.sweep.target, family, head_dim)
         self.always = {candidate_id(traits) for traits in always}
-        found = dict.fromkeys([*enumerate_traits(self.sweep.operation, family, head_dim, head_dim), *always])
-        judged = [(one, one.check(self.arch)) for one in found]
-        order = shortlist([one for one, reason in judged if reason is None], self.arch, list(always))
-        refused = [(one, reason) for one, reason in judged if reason is not None]
+        refused = list(impossible)
         for place, one in enumerate(order[self.sweep.limit :], self.sweep.limit + 1):
             refused.append((one, beyond(place, len(order))))
         chosen = order[: self.sweep.limit]

@@ -36,6 +36,7 @@ from benchmarks.bank_kernels import MAX_WARPS, BankProbe  # noqa: E402
 from tests.cross_compile import Compiled, KernelStore  # noqa: E402
 
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)([^;]*);")
+LABEL = re.compile(r"^(\.L_x_\d+):\n(?=(?:\.L_x_\d+:\n)*\s+/\*([0-9a-f]{4,})\*/)", re.MULTILINE)
 MEMORY = re.compile(r"LDS|LDG(?!DEPBAR)|LDL|LD\.|ST|ATOM|RED|BAR")
 NEVER = "!PT"  # ptxas puts some `@!PT LDS RZ, [RZ]` before cp.async
 
@@ -80,7 +81,12 @@ def hopper(kernels: KernelStore) -> Callable[[str], Compiled]:
 
 
 def timed_region(sass: str) -> list[tuple[int, str, str, str]]:
-    """(address, predicate, name, operands) of what stands between the two reads of the cycle counter."""
+    """(address, predicate, name, operands) of what stands between the two reads of the cycle counter.
+
+    Labels among the operands are replaced by the addresses that they stand for.
+    """
+    places = dict(LABEL.findall(sass))
+    sass = re.sub(r"`\((\.L_x_\d+)\)", lambda label: places[label[1]], sass)
     code = [(int(at, 16), predicate, name, rest) for at, predicate, name, rest in LINE.findall(sass)]
     start, end = (index for index, line in enumerate(code) if "SR_CLOCKLO" in line[3])
     return code[start + 1 : end]

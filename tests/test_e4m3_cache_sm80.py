@@ -85,7 +85,7 @@ def test_rows_do_not_spill(
 
     compiled = request.getfixturevalue("kernels")(kernel_class(traits), traits, problem, target)
     compiled.assert_clean()
-    assert compiled.count(r"F2FP\.F16\.E4M3\.UNPACK_B")
+    assert compiled.count("F2FP.F16.E4M3.UNPACK_B")
 
 
 @pytest.mark.parametrize(

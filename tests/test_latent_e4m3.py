@@ -227,12 +227,19 @@ def test_gradients_are_refused_by_name() -> None:
 
 
 def cases() -> list[Any]:
-    """(target, row, problem): every problem on Hopper, one on Ada."""
+    """(target, row, problem): on Hopper every problem, and with each row each value that a problem has; one on Ada."""
+    found = []
+    for target in ("sm_90a", "sm_89"):
+        rows = dict.fromkeys(choose_mla(PROBLEM, rows, target) for rows in NUMBERS)
+        if target == "sm_89":
+            found += [(target, row, PROBLEM) for row in rows]
+            continue
+        opposite = PROBLEMS[-1]  # in all from the first
+        found += [(target, row, problem) for row in rows for problem in (PROBLEM, opposite)]
+        found += [(target, row, problem) for row, problem in zip(rows, PROBLEMS[1:-1])]
     return [
         pytest.param(target, row, problem, id=f"{target}-{row.tile_m}x{row.tile_n}-{problem}")
-        for target in ("sm_90a", "sm_89")
-        for row in dict.fromkeys(choose_mla(PROBLEM, rows, target) for rows in NUMBERS)
-        for problem in (PROBLEMS if target == "sm_90a" else PROBLEMS[:1])
+        for target, row, problem in found
     ]
 
 
@@ -247,7 +254,7 @@ def test_rows_do_not_spill(kernels: Any, target: str, row: MlaTraitsE4m3, proble
     assert compiled.count("HMMA.16816.F32") == (scores + values) // row.num_warps
     groups = row.product_warps_m  # of warps, each of which converts all keys
     words = row.tile_n * groups * 576 // 4 + row.tile_n * 512 // 4
-    assert compiled.count(r"F2FP\.F16\.E4M3\.UNPACK_B") == 2 * words // row.num_threads
+    assert compiled.count("F2FP.F16.E4M3.UNPACK_B") == 2 * words // row.num_threads
     assert compiled.count("LDGSTS.E.BYPASS")  # cp.async past L1
     assert compiled.count(r"LDSM\.16\.M88\.4") and compiled.count(r"LDSM\.16\.MT88\.4")
 

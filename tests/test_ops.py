@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import subprocess
-import sys
 import types
 from typing import Any, NamedTuple
 
@@ -128,12 +126,6 @@ def test_modes_see_the_operator() -> None:
     with Record():
         FWD(*qkv())
     assert FWD in seen
-
-
-@pytest.mark.slow
-def test_importing_loads_no_compiler() -> None:
-    code = "import sys, cuteflash; sys.exit('cutlass' in sys.modules or 'tvm_ffi' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 class Gpu:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cutlass import cute
 from torch import Tensor
 
 from cuteflash import (
@@ -21,11 +22,17 @@ from cuteflash import (
     planning,
     sink_ops,
 )
+from cuteflash.arguments import BwdArguments
 from cuteflash.compat import flash_attn_interface
+from cuteflash.core.bwd_signature import bwd_fake_args
+from cuteflash.core.launch import batched
 from cuteflash.dispatch import Choice, choose_shipped, kernel_class
+from cuteflash.kernels.common.bwd_prepare import BwdPrepare
+from cuteflash.kernels.common.workspace import workspace_of
 from cuteflash.problem import BwdProblem, FwdProblem, Scores
 from cuteflash.problem_names import extras_of
 from tests.cross_compile import KernelStore
+from tests.machine_code import functions
 
 FWD, FWD_LSE = torch.ops.cuteflash.fwd.default, torch.ops.cuteflash.fwd_lse.default
 VARLEN_LSE = torch.ops.cuteflash.varlen_fwd_lse.default
@@ -314,13 +321,47 @@ def test_an_unknown_type_is_no_problem() -> None:
         Scores(sink="e4m3")  # type: ignore[arg-type]
 
 
+class Prepare:
+    """Of a backward's kernels the one that takes the sinks."""
+
+    def __init__(self, traits: Any, problem: BwdProblem) -> None:
+        self.traits, self.problem, self.family = traits, problem, traits.family
+
+    def fake_args(self) -> tuple[Any, ...]:
+        return bwd_fake_args(self.problem)
+
+    @cute.jit
+    def __call__(self, *arguments: Any) -> None:
+        tensors, packed, _, sinks, stream = BwdArguments.of(arguments, True)
+        tensors = batched(tensors, self.problem.storage)
+        workspace = workspace_of(self.traits, tensors, packed)
+        BwdPrepare(self.traits, self.problem).launch(tensors, packed, sinks, workspace, stream)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "head_dim"), [("sm_90a", 64), ("sm_80", 128), ("sm_90a", 256), ("sm_80", 256)])
 def test_rows_compile_without_a_spill(target: str, head_dim: int, kernels: KernelStore) -> None:
-    problems = [
-        FwdProblem.dense("bf16", head_dim, head_dim, "window", softcap=True, sink="bf16", lse=True, packed_heads=4),
-        BwdProblem.dense("bf16", head_dim, head_dim, "window", softcap=True, sink="bf16", deterministic=True),
-    ]
-    for problem in problems:
-        traits = choose_shipped(problem, target).traits
-        kernels(kernel_class(traits), traits, problem, target).assert_no_complaint()
+    forward = FwdProblem.dense(
+        "bf16", head_dim, head_dim, "window", softcap=True, sink="bf16", lse=True, packed_heads=4
+    )
+    backward = BwdProblem.dense("bf16", head_dim, head_dim, "window", softcap=True, sink="bf16", deterministic=True)
+    traits = choose_shipped(forward, target).traits
+    kernels(kernel_class(traits), traits, forward, target).assert_no_complaint()
+    kernels(Prepare, choose_shipped(backward, target).traits, backward, target).assert_no_complaint()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_sinks_change_one_kernel_of_a_backward(target: str, kernels: KernelStore) -> None:
+    """The others are those of `tests/test_tables.py`, which has them compiled for every row."""
+    with_sinks, without = (
+        BwdProblem.dense("bf16", 64, 64, "window", softcap=True, sink=sink, deterministic=True)
+        for sink in ("bf16", None)
+    )
+    traits = choose_shipped(with_sinks, target).traits
+    whole, others = (kernels(kernel_class(traits), traits, problem, target) for problem in (with_sinks, without))
+    whole.assert_no_complaint()
+    (prepare,) = functions(kernels(Prepare, traits, with_sinks, target).cubin)
+    code, same = functions(whole.cubin), functions(others.cubin)
+    assert prepare not in same and len(code) == len(same) >= 3
+    assert set(code) - set(same) == {prepare}

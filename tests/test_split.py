@@ -286,17 +286,16 @@ def test_rows_without_masks_do_not_spill(
     request.getfixturevalue("kernels")(kernel_class(traits), traits, problem, "sm_90a").assert_no_complaint()
 
 
-# Every third row: a kernel compiles for some ten seconds.
+# Some rows: a kernel compiles for some ten seconds. `tests/test_tree.py` compiles the last two.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "traits", [row.traits for row in SPLIT_ROWS["sm90"] if "varlen" not in row.without][::3], ids=str
-)
-def test_rows_do_not_spill_if_rows_of_pages_are_looked_up(traits: FwdTraits, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("head_dim", [32, 128, 256])
+def test_rows_do_not_spill_if_rows_of_pages_are_looked_up(head_dim: int, request: pytest.FixtureRequest) -> None:
     pytest.importorskip("cutlass")
     from cuteflash.dispatch import kernel_class
+    from tests import test_tree
 
-    storage = Storage("varlen", "paged", used_k=True, has_page_table=True, has_cache_batch_idx=True, has_leftpad=True)
-    problem = dataclasses.replace(hardest((traits.head_dim, traits.head_dim_v)), storage=storage)
+    problem = test_tree.hardest((head_dim, head_dim), is_split=True)
+    traits = choose_shipped(problem, "sm_90a").traits
     compiled = request.getfixturevalue("kernels")(kernel_class(traits), traits, problem, "sm_90a")
     compiled.assert_clean()
     before, _ = compiled.ptx.split("griddepcontrol.wait", 1)  # four vectors and the page table are asked for

@@ -19,7 +19,13 @@ from tests.cross_compile import KernelStore
 from tests.slow import slow_but
 from tests.trees import branches, by_hand, chain, some_tree
 
-STORAGE = Storage("varlen", "paged", used_k=True, has_page_table=True, has_leftpad=True)
+STORAGE = Storage("varlen", "paged", used_k=True, has_page_table=True, has_cache_batch_idx=True, has_leftpad=True)
+
+
+def hardest(head_dims: tuple[int, int], is_split: bool = False) -> FwdProblem:
+    """What asks the most of a row."""
+    scores = Scores("window", softcap=True, sink="fp32", tree=True)
+    return FwdProblem(Operands.of("bf16", *head_dims, 4), scores, STORAGE, has_lse=True, is_split=is_split)
 
 
 def int32(*values: int) -> Tensor:
@@ -142,10 +148,8 @@ def test_a_tree_has_a_right_edge() -> None:
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_every_head_dim_has_one_row_for_trees_split_or_not(family: Any) -> None:
     for head_dims in (*((d, d) for d in ROW_HEAD_DIMS), (192, 128)):
-        operands = Operands.of("bf16", *head_dims, 4)
-        hardest = FwdProblem(operands, Scores("window", softcap=True, sink="fp32", tree=True), STORAGE, has_lse=True)
-        split = dataclasses.replace(hardest, is_split=True)
-        rows = [choose_shipped(problem, "sm_90a", family).row for problem in (hardest, split)]
+        split = hardest(head_dims, is_split=True)
+        rows = [choose_shipped(problem, "sm_90a", family).row for problem in (hardest(head_dims), split)]
         without = dataclasses.replace(split, scores=Scores("window"))
         assert rows[0] is rows[1] is choose_shipped(without, "sm_90a", family).row
 
@@ -165,9 +169,7 @@ def test_kernels_are_clean(kernels: KernelStore, case: str) -> None:
     from cuteflash.dispatch import kernel_class
 
     head_dim, kind, _, target = case.split()
-    scores = Scores("window", softcap=True, sink="fp32", tree=True)
-    operands = Operands.of("bf16", int(head_dim), int(head_dim), 4)
-    problem = FwdProblem(operands, scores, STORAGE, has_lse=True, is_split=kind == "split")
+    problem = hardest((int(head_dim), int(head_dim)), kind == "split")
     traits = choose_shipped(problem, target).traits
     compiled = kernels(kernel_class(traits), traits, problem, target)
     compiled.assert_clean()

@@ -7,8 +7,6 @@ import dataclasses
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -28,12 +26,12 @@ from cuteflash.tune.results import load_runs
 from cuteflash.tune.store import Store, Timing, candidate_id
 from cuteflash.tune.timing import Roles, Rules
 from cuteflash.tune.worker import StartFailed
+from tests import forked
 from tests.patience import wait_until
 from tests.sweep_fakes import CELLS, TARGET, TRAITS, World, make_plan, sweep
 
 pytestmark = pytest.mark.slow  # work in processes of their own
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEFAULT = next(row.traits for row in TABLES["fwd", TARGET, "sm80"] if row.traits.head_dim == 128)
 IDS = {traits.tile_n: candidate_id(traits) for traits in TRAITS}
 FINALISTS = (96,)  # of TRAITS, those within the margin of the best
@@ -173,12 +171,12 @@ def test_a_row_of_the_table_is_timed_also_where_it_spills(world: World) -> None:
 @pytest.mark.parametrize("lines", [3, 10, 17, 26, 45, 61], ids=lambda lines: f"at request {lines}")
 def test_after_a_kill_nothing_is_done_twice_and_nothing_is_lost(world: World, lines: int) -> None:
     # It may come two requests further, for the signal to find it anywhere between them, and not to its end.
-    command = [sys.executable, "-m", "tests.sweep_fakes", str(world.folder), "pause=0.02", f"hold={lines + 2}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
-    wait_until(lambda: world.requests() >= lines, f"request {lines}")
-    os.killpg(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    with forked.started(sweep, dataclasses.replace(world, pause=0.02, hold=lines + 2)) as process:
+        wait_until(lambda: world.requests() >= lines, f"request {lines}")
+        assert process.pid is not None
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
     assert lines <= world.requests() <= lines + 2
     sweep(world)
     whole = World(world.folder / "whole")

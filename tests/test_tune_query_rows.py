@@ -15,7 +15,6 @@ import torch
 
 from cuteflash import dispatch, mla_planning, usertable
 from cuteflash.cli import sweep as command
-from cuteflash.compile import build
 from cuteflash.dispatch import choose, choose_mla, choose_shipped, kernel_class
 from cuteflash.mla_problem import MlaProblem
 from cuteflash.problem import UNBOUNDED, FwdProblem
@@ -177,11 +176,13 @@ def test_a_gate_of_latents_has_tiles_of_all_kinds(traits: Any) -> None:
     ],
     ids=["few", "mla sm90", "mla sm80"],
 )
-def test_candidates_compile_without_a_complaint(traits: Any, problem: Any, target: str) -> None:
+def test_candidates_compile_without_a_complaint(
+    traits: Any, problem: Any, target: str, request: pytest.FixtureRequest
+) -> None:
     pytest.importorskip("cutlass")
     task: Any = "mla" if traits.operation == "mla" else "cache"
     assert traits in set(enumerate_traits(task, traits.family, traits.head_dim, traits.head_dim_v))
-    assert build(kernel_class(traits), traits, problem, target).complaints == ()
+    request.getfixturevalue("kernels")(kernel_class(traits), traits, problem, target).assert_no_complaint()
 
 
 # Trials.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import multiprocessing
 import pathlib
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
@@ -23,8 +26,8 @@ from cuteflash.problem_names import problem_id
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.tune.store import SCHEMA_VERSION, STAGES, Store, StoreError, Timing, Verdict, candidate_id
+from tests import forked
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 TRAITS = FwdTraitsSm80(128, 64, 128, 128)
 CANDIDATE = {"kind": "fwd_sm80", "traits": dataclasses.asdict(TRAITS)}
 NUMBERS: dict[str, Any] = {"samples": (1.0, 1.5, 2.0), "ms": 1.5, "low": 1.25, "high": 1.75, "tflops": 300.0}
@@ -223,23 +226,21 @@ def test_unknown_columns_are_named(path: pathlib.Path) -> None:
 
 # Death at any point. The writer times what is still to do and says so before and after it has been recorded.
 
-WRITER = """
-import sys
-from cuteflash.tune.store import Store, Timing
-path, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-numbers = {"samples": tuple(float(i + 1) for i in range(7)), "ms": 4.0, "low": 3.0, "high": 5.0, "tflops": 1.0}
-with Store(path) as store:
-    for index in range(first, last):
-        name = f"candidate {index}"
-        if not store.have_timing(name, "cell", "g", "d", "k"):
-            store.record(Timing(name, "cell", "sm_90a", "g", "d", "k", **numbers))
-            print(index, flush=True)
-"""
+
+@contextlib.contextmanager
+def writer(path: pathlib.Path, first: int, last: int) -> Iterator[tuple[BaseProcess, Connection]]:
+    """The process, and what it says."""
+    heard, said = multiprocessing.Pipe(duplex=False)
+    with forked.started(forked.write_timings, path, first, last, said) as process:
+        said.close()
+        yield process, heard
 
 
-def writer(path: pathlib.Path, first: int, last: int, **more: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", WRITER, str(path), str(first), str(last)]
-    return subprocess.Popen(command, cwd=ROOT, text=True, **more)
+def rest_of(heard: Connection) -> Iterator[int]:
+    """What the writer said until its end."""
+    with contextlib.suppress(EOFError):
+        while True:
+            yield heard.recv()
 
 
 def recorded(path: pathlib.Path) -> set[int]:
@@ -255,13 +256,13 @@ def test_a_killed_writer_loses_nothing_and_nothing_is_timed_twice(path: pathlib.
     generator, count = random.Random(0), 10**9  # it never ends by itself, however late the signal comes
     acknowledged: list[int] = []
     for _ in range(4):
-        process = writer(path, 0, count, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        acknowledged.append(int(process.stdout.readline()))
-        time.sleep(generator.uniform(0, 0.15))
-        process.send_signal(signal.SIGKILL)
-        acknowledged += [int(line) for line in process.stdout.read().splitlines()]
-        assert process.wait() == -signal.SIGKILL
+        with writer(path, 0, count) as (process, heard):
+            acknowledged.append(heard.recv())
+            time.sleep(generator.uniform(0, 0.15))
+            process.kill()
+            acknowledged += rest_of(heard)
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
         done = recorded(path)
         assert set(acknowledged) <= done  # a record may be on disk before its writer could say so
         assert done == set(range(len(done)))
@@ -272,21 +273,18 @@ def test_a_killed_writer_loses_nothing_and_nothing_is_timed_twice(path: pathlib.
 def test_a_writer_killed_inside_a_transaction_leaves_the_state_before_it(path: pathlib.Path) -> None:
     with Store(path) as store:
         store.record(timing(candidate="candidate 0", samples=(1.0,) * 7))
-    code = """
-import os, signal, sys
-from cuteflash.tune.store import Store
-store = Store(sys.argv[1])
-with store._transaction():
-    store._connection.execute("DELETE FROM timings")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, check=False)
-    assert done.returncode == -signal.SIGKILL
+    with forked.started(forked.die_inside_a_transaction, path) as process:
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
     assert recorded(path) == {0}
 
 
 @pytest.mark.slow
 def test_several_processes_create_and_write_one_database(path: pathlib.Path) -> None:
-    processes = [writer(path, first, first + 40, stdout=subprocess.DEVNULL) for first in (0, 40, 80)]
-    assert [process.wait() for process in processes] == [0, 0, 0]
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(writer(path, first, first + 40)) for first in (0, 40, 80)]
+        assert [list(rest_of(heard)) for _, heard in writers] == [list(range(n, n + 40)) for n in (0, 40, 80)]
+        for process, _ in writers:
+            process.join()
+            assert process.exitcode == 0
     assert recorded(path) == set(range(120))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 import random
@@ -53,14 +54,22 @@ BWD80, BWD90 = TableKey("bwd", "sm_80", "sm80"), TableKey("bwd", "sm_90a", "sm90
 Key = tuple[int, int, str, str, str]
 
 
+@functools.cache
+def problems(task: Task, features: tuple[Feature, ...]) -> list[tuple[Any, tuple[int, int, str, str]]]:
+    """Every problem of a task with these features, and what names it."""
+    spec = SPECS[task]
+    named = itertools.product(ROW_HEAD_DIMS, ROW_HEAD_DIMS, MASK_KINDS, spec.dtypes)
+    return [
+        (spec.asking(spec.problem(dtype, *dims, mask), features), (*dims, mask, dtype)) for *dims, mask, dtype in named
+    ]
+
+
 def choices(rows: Any, target: str, features: tuple[Feature, ...] = (), task: Task = "fwd") -> dict[Key, Traits]:
     """What runs every problem of a task with these features on every length class, by these rows alone."""
-    found, spec = {}, SPECS[task]
-    for head_dims in itertools.product(ROW_HEAD_DIMS, repeat=2):
-        for mask, dtype, lengths in itertools.product(MASK_KINDS, spec.dtypes, LENGTH_CLASSES):
-            problem = spec.asking(spec.problem(dtype, *head_dims, mask), features)
-            offered = offers(rows, problem, lengths, get_arch(target))
-            found[(*head_dims, mask, dtype, lengths)] = next(traits for _, traits, reason in offered if reason is None)
+    found = {}
+    for (problem, name), lengths in itertools.product(problems(task, features), LENGTH_CLASSES):
+        offered = offers(rows, problem, lengths, get_arch(target))
+        found[(*name, lengths)] = next(traits for _, traits, reason in offered if reason is None)
     return found
 
 

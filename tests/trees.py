@@ -36,10 +36,11 @@ def by_hand(
     (tokens, heads, head_dim), (length, kv_heads, _) = q.shape, k.shape
     masks = tree.tolist()
     visible = torch.ones(tokens, length, dtype=torch.bool)
+    new = range(max(length - tokens, 0), length)
     for i in range(tokens):
         position = i + length - tokens
-        for j in range(max(length - tokens, 0), length):
-            visible[i, j] = j <= position and bool(masks[i] >> (j - (length - tokens)) & 1)
+        seen = [j <= position and bool(masks[i] >> (j - (length - tokens)) & 1) for j in new]
+        visible[i, new.start :] = torch.tensor(seen, dtype=torch.bool)
         if window_left >= 0:
             visible[i, : max(position - window_left, 0)] = False
     visible = visible.to(q.device)

@@ -70,10 +70,15 @@ def check(case: LatentCase, device: torch.device) -> None:
     q, cache, table, _, descale = inputs
     out, lse = run(case, inputs)
     found, low = [], []
+    values = cache.float()
     for i, length in enumerate(case.lengths):  # the definition has one scale
         alone = dataclasses.replace(case, lengths=(length,))
-        rows = (cache[i : i + 1] if table is None else cache).float() * descale[i]
-        of_table = None if table is None else table[i : i + 1]
+        if table is None:
+            rows, of_table = values[i : i + 1], None
+        else:
+            rows = values[table[i, : -(-length // case.page_size)].long()]
+            of_table = torch.arange(len(rows), device=device)[None]
+        rows = rows * descale[i]
         found.append(reference(q[i : i + 1], rows, of_table, alone, torch.float32))
         low.append(reference(q[i : i + 1], rows, of_table, alone, q.dtype)[0])
     exact, exact_lse = (torch.cat(x) for x in zip(*found, strict=True))

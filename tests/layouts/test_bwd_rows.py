@@ -21,6 +21,7 @@ from layouts.hopper import WARPGROUPS
 from layouts.rows import ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
 from layouts.scene import Scene
 from tests.cross_compile import KernelStore
+from tests.cubins import row_kernels
 from tests.layouts.drawings import WARPGROUP, by_issuer, descriptors_in, descriptors_of, elements
 from tests.layouts.dsl_oracle import copied_by, owned_by, smem_offsets
 from tests.slow import slow_but
@@ -180,8 +181,12 @@ def test_the_drawn_registers_are_those_that_the_traits_count(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIRST.values())
 def test_descriptors_are_the_compilers(name: str, kernels: KernelStore) -> None:
-    row, scene = ROWS[name], scene_of(name)
-    compiled = kernels(row.choice.kernel_cls, row.choice.traits, row.problem, row.target)
+    row = ROWS[name]
+    # The problem with which `tests/test_tables.py` compiles it, too.
+    kernel = row.target, row.choice.traits
+    problem = next(case.problem for case in row_kernels() if (case.target, case.traits) == kernel)
+    scene = make_scene(problem, row.target, row.choice)
+    compiled = kernels(row.choice.kernel_cls, row.choice.traits, problem, row.target)
     assert descriptors_in(compiled.ptx) >= descriptors_of(scene)
     assert scene.budget["smem"]["total"] == row.choice.traits.smem_bytes
 

@@ -120,7 +120,7 @@ def test_every_row_that_dispatch_takes_is_drawn_once() -> None:
     }
     drawn: list[Any] = [(row.target, row.choice.traits) for row in ROWS.values()]
     assert set(drawn) == expected and len(drawn) == len(expected)
-    assert len({row.name for row in shipped_rows("mla")}) == len(list(shipped_rows("mla")))
+    assert len({row.name for row in shipped_rows("mla")}) == len(shipped_rows("mla"))
     assert all(row.features == ("e4m3_cache",) and "e4m3_cache" in scene_of(name).id for name, row in ROWS.items())
 
 

@@ -101,7 +101,7 @@ def is_chosen(row: Row, problem: FwdProblem, target: Any, family: Any, lengths: 
 @pytest.mark.slow
 def test_every_row_that_a_problem_of_its_head_dim_reaches_is_drawn_once() -> None:
     few = [row for row in shipped_rows() if isinstance(row.choice.traits, FwdTraitsFewSm90)]
-    assert len(ROWS) + len(few) == len(list(shipped_rows()))
+    assert len(ROWS) + len(few) == len(shipped_rows())
     assert len({scene_of(name).id for name in ROWS}) == len(ROWS)
     drawn = [(row.target, row.family, row.choice.row) for row in ROWS.values()]
     assert len(set(drawn)) == len(drawn)
