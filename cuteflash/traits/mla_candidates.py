@@ -43,7 +43,7 @@ SM80_FIELDS: dict[str, tuple[Any, ...]] = {
     "kv_stage": (2, 3, 4),
     "blocks_per_sm": (1, 2),
     "k_parts": (1, 2),
-    "q_kept": (0, 4, 6, 9, 12, 14, STEPS),
+    "q_kept": (0, 4, 5, 6, 9, 12, 14, STEPS),
     "chains": (1, 2, 4),
     "early_launch": (False, True),
 }
