@@ -8,8 +8,8 @@ import numpy as np
 
 ELF_SECTIONS = struct.Struct("<40xQ10x3H")  # of a 64-bit ELF's header: where section headers are, their size and number
 SECTION = struct.Struct("<IIQQQQIIQQ")  # a section header: name, type, flags, address, offset, size, ..
-# What tells instructions whose names begin so: of an instruction's two words of 64 bits those bits that count, and their
-# values; on every target from sm_80 on. The last twelve bits are the operation.
+# What tells instructions whose names begin so: of an instruction's two words of 64 bits those bits that count, and
+# their values; on every target from sm_80 on. The last twelve bits are the operation.
 ENCODINGS = {
     "LDL": ((0xFFF, 0), (0x983, 0)),
     "STL": ((0xFFF, 0), (0x387, 0)),
