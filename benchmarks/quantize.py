@@ -72,6 +72,19 @@ class Way(NamedTuple):
         again = not self.given and self.options.granularity == "head"
         return 1 + again, 1 + (again or self.options.smooth_v)
 
+    @property
+    def least(self) -> float:
+        """What magnitudes count as in a comparison, at least, over their scale.
+
+        After a rotary embedding a 16-bit element may be rounded the other way, which a Hadamard rotation spreads.
+        """
+        return 2.0 if self.rotary and self.options.hadamard else 2.0**-6
+
+    @property
+    def descale_error(self) -> float:
+        """How far computed descales may be off, relative to them, for the same reason."""
+        return 2.0**-7 if self.rotary else 1e-5
+
 
 SHAPES = (Shape(64), Shape(128), Shape(256), Shape(128, group=4), Shape(128, 16, 1024))
 ALL: dict[str, Any] = {"hadamard": 64, "transpose_v": True, "smooth_v": True}
@@ -134,13 +147,13 @@ def complaint(way: Way, inputs: QuantizeInputs, found: QuantizedQKV) -> str | No
         assert x is not None and right is not None
         x, right = x.float(), right.float()
         differs = x != right
-        if bool(((x - right).abs() > STEP * right.abs().clamp_min(2.0**-6)).any()):
+        if bool(((x - right).abs() > STEP * right.abs().clamp_min(way.least)).any()):
             return f"{name} is off by more than a rounding"
         if differs.float().mean() > NEAR_TIES:
             return f"{differs.float().mean():.1%} of {name} are rounded otherwise"
     others = found.q_descale, found.k_descale, found.v_descale, found.v_mean
     for name, x, right in zip(("q_descale", "k_descale", "v_descale", "v_mean"), others, expected[3:], strict=True):
-        if right is not None and (x is None or not torch.allclose(x, right, rtol=1e-5, atol=1e-5 * SCALE)):
+        if right is not None and (x is None or not torch.allclose(x, right, rtol=way.descale_error, atol=1e-5 * SCALE)):
             return f"{name} is wrong"
     return None
 

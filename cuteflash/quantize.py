@@ -91,9 +91,9 @@ def quantize_qkv(
             matrix: ``Q K^T`` stays what it is, and outlier channels are spread over the block. It comes after the
             rotary embedding. None is no rotation.
         rotary_cos, rotary_sin: (seqlen, rotary_dim / 2), 16-bit or fp32: the first `rotary_dim` columns of Q and K,
-            a multiple of 16, are rotated as `cuteflash.nn.apply_rotary_emb` does it, in fp32 without rounding the
-            result. Q and K have the same length. Of packed sequences row i is the position of a sequence's row i, and
-            there are as many as the longest one has, or more.
+            a multiple of 16, are rotated as `cuteflash.nn.apply_rotary_emb` does it, in fp32, and the result is rounded
+            to the dtype of q. Q and K have the same length. Of packed sequences row i is the position of a sequence's
+            row i, and there are as many as the longest one has, or more.
         rotary_interleaved: a pair is two neighbouring columns, not two that are ``rotary_dim / 2`` apart.
         transpose_v: return V^T in the order in which attention takes its keys, in place of V.
         smooth_v: subtract V's mean over the tokens, elements that are not finite counted as 0, and return it. The

@@ -86,7 +86,7 @@ def test_a_rotation_leaves_scores_alone_and_spreads_outliers() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [16, 64])
 def test_the_rotary_embedding_is_that_of_the_modules(rotary_dim: int, interleaved: bool) -> None:
-    q, k, v = (x.float() for x in data(12))
+    q, k, v = data(12)
     cos, sin = tables(12, rotary_dim).values()
     options = QuantizeOptions(rotary_interleaved=interleaved)
     rotated = (apply_rotary_emb(x, cos, sin, interleaved) for x in (q, k))

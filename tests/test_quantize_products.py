@@ -16,8 +16,8 @@ import torch
 from cuteflash.kernels.common import quantize_centred, quantize_held, quantize_mixed, quantize_products
 from cuteflash.kernels.common.quantize_centred import add_tile, products_less_than_mean
 from cuteflash.kernels.common.quantize_held import Held
-from cuteflash.kernels.common.quantize_mixed import MixedTile, Mixer, pairs_of
-from cuteflash.kernels.common.quantize_products import Identity, signs_of, tf32_signs
+from cuteflash.kernels.common.quantize_mixed import MixedTile, Mixer
+from cuteflash.kernels.common.quantize_products import Identity, signs_of
 from cuteflash.problem import Dtype
 from tests.quantized import rotated
 
@@ -34,37 +34,31 @@ def elements(words: Any, kind: str) -> np.ndarray:
 
 def emulated(shape: str, c: Any, a: Any, b: Any, use: str = "") -> tuple[np.ndarray, ...]:
     """`mma.sync` of a warp: every thread's registers, by the tables of the PTX documentation."""
+    assert shape.startswith("m16n8k16")
+    kind = "bf16" if ".bf16." in shape else "fp16"
     g, t = LANES // 4, LANES % 4
     one = np.ones(32, np.uint32)
-    left = np.zeros((16, 16 if shape.startswith("m16n8k16") else 8))
-    right = np.zeros((left.shape[1], 8))
-    sums = np.zeros((16, 8))
+    left, right, sums = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
     for i in range(4):
         sums[g + 8 * (i // 2), 2 * t + i % 2] = c[i]
-    if shape.startswith("m16n8k16"):
-        kind = "bf16" if ".bf16." in shape else "fp16"
-        for i, words in enumerate(a):
-            for half in range(2):
-                left[g + 8 * (i % 2), 2 * t + half + 8 * (i // 2)] = elements(words * one, kind)[:, half]
-        for i, words in enumerate(b):
-            for half in range(2):
-                right[2 * t + half + 8 * i, g] = elements(words * one, kind)[:, half]
-    else:
-        for i, values in enumerate(a):
-            left[g + 8 * (i % 2), t + 4 * (i // 2)] = cut(np.asarray(values, np.float32))
-        for i, words in enumerate(b):
-            right[t + 4 * i, g] = np.asarray(words * one, np.uint32).view(np.float32)
+    for i, words in enumerate(a):
+        for half in range(2):
+            left[g + 8 * (i % 2), 2 * t + half + 8 * (i // 2)] = elements(words * one, kind)[:, half]
+    for i, words in enumerate(b):
+        for half in range(2):
+            right[2 * t + half + 8 * i, g] = elements(words * one, kind)[:, half]
     with np.errstate(invalid="ignore"):
         found = ((left[:, :, None] * right[None]).sum(1) + sums).astype(np.float32)
     return tuple(found[g + 8 * (i // 2), 2 * t + i % 2] for i in range(4))
 
 
-def cut(values: np.ndarray) -> np.ndarray:
-    return (values.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
-
-
 def half_of(pair: np.ndarray, b: int, dtype: str) -> np.ndarray:
     return elements(pair, dtype)[:, b].astype(np.float32)
+
+
+def pair_of(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
+    low, high = (torch.from_numpy(x).to(TORCH_TYPES[dtype]).view(torch.int16).numpy().view(np.uint16) for x in (a, b))
+    return low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
 
 
 @pytest.fixture(autouse=True)
@@ -72,13 +66,12 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reads a thread's number, makes registers or is an instruction: the same for all threads of a warp."""
     monkeypatch.setattr(quantize_products, "place_of_lane", lambda: (LANES % 4, LANES // 4))
     monkeypatch.setattr(quantize_products, "product", emulated)
-    monkeypatch.setattr(quantize_mixed, "first_bits", cut)
     monkeypatch.setattr(quantize_mixed, "half_of", half_of)
+    monkeypatch.setattr(quantize_mixed, "pair_of", pair_of)
     monkeypatch.setattr(quantize_products.cutlass, "select_", np.where)
     registers = types.SimpleNamespace(
         make_rmem_tensor=lambda shape, dtype: np.empty(shape, object),
         size=lambda tensor: tensor.size,
-        arch=types.SimpleNamespace(fmin=np.fmin),
     )
     for module in (quantize_mixed, quantize_centred):
         monkeypatch.setattr(module, "cute", registers)
@@ -108,60 +101,53 @@ class MixerOfLanes(Mixer):
         return [table[:, j, e] for e in range(8)]
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("is_careful", [False, True])
-def test_rotated_rows_are_those_of_the_definition(head_dim: int, dtype: Dtype, is_careful: bool) -> None:
-    """A warp has eight rows: their embedding and rotation, to 20 bits of the largest."""
-    x = normal(8, head_dim, dtype=dtype)
-    angles = torch.rand(8, head_dim // 2) * 6
-    cos, sin = angles.cos(), angles.sin()
+def turned_and_mixed(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: Dtype) -> np.ndarray:
+    """Eight rows by the threads of a warp, each of which has a row's columns in both halves."""
+    head_dim = x.shape[1]
     loads = head_dim // 64
     tile = MixedTile(0, 7, LANES % 4, LANES // 4, True, None, 4 * loads, loads, 1, 8)  # type: ignore[arg-type]
     chunks = tile.chunks()
     rows = x[LANES // 4]
-    words = [word for chunk in chunks for word in words_of(rows, np.asarray(chunk) * 8)]
+    words = np.empty((8 * loads, 1), object)
+    for n, word in enumerate(word for chunk in chunks for word in words_of(rows, np.asarray(chunk) * 8)):
+        words[n, 0] = word
     tables = [
         np.stack([table[LANES // 4, chunk * 8 + e].numpy() for chunk in chunks[:loads] for e in range(8)], 1).reshape(
             32, loads, 8
         )
         for table in (cos, sin)
     ]
-    mixer = MixerOfLanes(tile, Identity.of(dtype, ANY_COUNT), tf32_signs(), tables, dtype)  # type: ignore[arg-type]
-    both = list(pairs_of(mixer.row(words, 0, is_careful)))  # type: ignore[arg-type]
-
+    held = MixerOfLanes(tile, signs_of(dtype), tables, dtype, 64).turned(words)  # type: ignore[arg-type]
     found = np.empty((8, head_dim))
-    for unit in range(loads):
-        for e, (a, b) in enumerate(both[8 * unit : 8 * unit + 8]):
-            for chunk, value in zip(chunks[2 * unit : 2 * unit + 2], (a + b, a - b), strict=True):
-                found[LANES // 4, chunk * 8 + e] = value / 8
-    wanted = rotated(x[None, :, None], 64, cos, sin)[0, :, 0].numpy()
-    assert np.abs(found - wanted).max() < 2.0**-20 * np.abs(wanted).max()
+    with np.errstate(invalid="ignore"):
+        for row, w in itertools.product(range(loads), range(4)):
+            chunk, half = divmod(4 * row + w, 2)
+            for e, value in enumerate(held.scaled(row, w, np.float32(0.125))):  # type: ignore[arg-type]
+                found[LANES // 4, chunks[chunk] * 8 + 4 * half + e] = value
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rotated_rows_are_those_of_the_definition(head_dim: int, dtype: Dtype) -> None:
+    x = normal(8, head_dim, dtype=dtype)
+    angles = torch.rand(8, head_dim // 2) * 6
+    cos, sin = angles.cos(), angles.sin()
+    wanted, doubt = (part[0, :, 0].numpy() for part in rotated(x[None, :, None], 64, cos, sin))
+    found = turned_and_mixed(x, cos, sin, dtype)
+    assert (np.abs(found - wanted) <= 2.0**-20 * np.abs(wanted).max() + doubt).all()
 
 
 @pytest.mark.parametrize("element", [np.inf, -np.inf, np.nan])
-def test_careful_rows_keep_what_is_not_finite(element: float) -> None:
-    """One infinity is one everywhere, with the matrix's signs; the product alone makes NaN of all it is mixed with."""
+def test_what_is_not_finite_stays_in_its_row(element: float) -> None:
+    """One infinity becomes two by the embedding, and these are infinities with the matrix's signs, or NaN."""
     x = normal(8, 64, dtype="bf16")
     x[3, 9] = element
     cos, sin = torch.full((8, 32), 0.6), torch.full((8, 32), 0.8)
-    tile = MixedTile(0, 7, LANES % 4, LANES // 4, True, None, 4, 1, 1, 8)  # type: ignore[arg-type]
-    words = [word for chunk in tile.chunks() for word in words_of(x[LANES // 4], np.asarray(chunk) * 8)]
-    tables = [np.full((32, 1, 8), float(table[0, 0]), np.float32) for table in (cos, sin)]
-    mixer = MixerOfLanes(tile, Identity.of("bf16", ANY_COUNT), tf32_signs(), tables, "bf16")  # type: ignore[arg-type]
-    wanted = rotated(x[None, :, None], 64, cos, sin)[0, 3, 0].numpy()
-    of_row = LANES // 4 == 3
-    for is_careful in (False, True):
-        found = np.empty((8, 64))
-        with np.errstate(invalid="ignore"):
-            for e, (a, b) in enumerate(pairs_of(mixer.row(words, 0, is_careful))):  # type: ignore[arg-type]
-                for chunk, value in zip(tile.chunks(), (a + b, a - b), strict=True):
-                    found[LANES // 4, chunk * 8 + e] = value
-        assert np.isfinite(found[np.arange(8) != 3]).all() and of_row.sum() == 4
-        if is_careful:
-            assert np.array_equal(found[3], wanted, equal_nan=True)
-        else:
-            assert np.isnan(found[3]).all()
+    wanted = rotated(x[None, :, None], 64, cos, sin)[0][0, 3, 0].numpy()
+    found = turned_and_mixed(x, cos, sin, "bf16")
+    assert np.isfinite(found[np.arange(8) != 3]).all()
+    assert not np.isfinite(wanted).any() and np.array_equal(found[3], wanted, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -177,7 +163,7 @@ def test_rows_that_were_not_turned_are_rotated_as_well(dtype: Dtype) -> None:
     for w in range(4):
         for e, value in enumerate(held.scaled(0, w, np.float32(0.125))):  # type: ignore[arg-type]
             found[LANES // 4, LANES % 4 * 16 + 4 * w + e] = value
-    wanted = rotated(x[None, :, None], 64)[0, :, 0].numpy()
+    wanted = rotated(x[None, :, None], 64)[0][0, :, 0].numpy()
     assert np.abs(found - wanted).max() < 2.0**-20 * np.abs(wanted).max()
     sizes = [np.abs(a) + np.abs(b) for a, b in zip(*held.halves(0, 2, "peak"), strict=True)]
     column = LANES % 4 * 16 + 8

@@ -33,7 +33,7 @@ def quantize(
         options: see `QuantizeOptions`.
     """
     kv_heads = k.shape[2]
-    q, k = (_rotated(x.float(), tables, options) for x in (q, k))
+    q, k = (_rotated(x, tables, options) for x in (q, k))
     v, v_mean = v.float(), None
     if options.smooth_v:
         v_mean = _finite(v).double().sum(1).div(max(v.shape[1], 1)).float()
@@ -99,12 +99,15 @@ def hadamard_matrix(size: int) -> Tensor:
 
 
 def _rotated(x: Tensor, tables: tuple[Tensor, Tensor] | None, options: QuantizeOptions) -> Tensor:
+    """Q or K after its rotations, fp32; a rotary embedding's result is rounded to the element type of `x`."""
+    dtype, x = x.dtype, x.float()
     if tables is not None:
         cos, sin = (table[: x.shape[1]].float()[:, None] for table in tables)
         turned, rest = x.tensor_split([2 * cos.shape[-1]], dim=-1)
         shape, dim = ((-1, 2), -1) if options.rotary_interleaved else ((2, -1), -2)
         a, b = turned.unflatten(-1, shape).unbind(dim)
-        x = torch.cat((torch.stack((a * cos - b * sin, a * sin + b * cos), dim).flatten(-2), rest), -1)
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim).flatten(-2)
+        x = torch.cat((turned.to(dtype).float(), rest), -1)
     if options.hadamard:
         rotation = hadamard_matrix(options.hadamard).to(x.device)
         blocks = x.unflatten(-1, (x.shape[-1] // options.hadamard, options.hadamard))

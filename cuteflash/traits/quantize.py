@@ -26,8 +26,8 @@ class QuantizeTraits:
     Attributes:
         head_dim: columns of the widest rows, those of Q and K or those of V.
         tokens: rows of a tile.
-        visits: heads of Q or K whose tiles a block converts, or measures, together. More than one pays if they share
-            something, as the cosines and sines of a rotary embedding.
+        visits: heads of Q or K whose tiles a block converts, or measures, together; of those that share a scale which
+            it finds, all. More than one pays if they share something, as the cosines and sines of a rotary embedding.
         tiles_of_part: tiles that a block measures.
         resident: blocks of the converting kernel that a multiprocessor must have registers for.
         measuring: likewise of the kernel that measures.
@@ -146,10 +146,12 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
         threads = FEW_THREADS
     elif problem.smooths_v and (problem.is_packed or problem.scales_by_block or head_dim <= 64):
         threads = min(threads, SOME_THREADS)  # with 64 registers each these spilled
-    if problem.mixes_rotated and problem.smooths_v and problem.transposes_v and not problem.is_packed:
-        traits = dataclasses.replace(traits, centres_v=True, tiles_of_v=4)
-    if problem.mixes_rotated and problem.is_grouped:  # blocks of Q take long: first those, and last of all short ones
-        traits = dataclasses.replace(traits, visits=2, mixes=False, backwards=False)
+    if problem.mixes_rotated:
+        # Heads of a tile one after the other, and those of Q before all else. If heads are measured, V's tiles first.
+        visits = 4 if problem.measures_heads else 8
+        traits = dataclasses.replace(traits, visits=visits, mixes=False, backwards=problem.measures_heads)
+        if problem.smooths_v and problem.transposes_v and not problem.is_packed:
+            traits = dataclasses.replace(traits, centres_v=True, tiles_of_v=4)
     resident, measuring = (max(count // traits.num_threads, 1) for count in (threads, measuring))
     return dataclasses.replace(traits, resident=resident, measuring=measuring)
 

@@ -21,9 +21,7 @@ QUAD = 4  # threads that an operand's row is in
 PTX_TYPES = {"fp16": "f16", "bf16": "bf16"}
 ONES = {"fp16": 0x3C003C00, "bf16": 0x3F803F80}  # a pair of 1
 SIGNS, SECOND_SIGN = 0x80008000, 0x80000000  # of a pair; the latter that of fp32, too
-ONE = 0x3F800000  # of fp32
 FIRST, SECOND = 0xFFFF, 0xFFFF0000  # halves of a pair
-FIRST_BITS = 0xFFFFE000  # of fp32: those of tf32
 
 Sums = tuple[Float32, ...]  # four of a thread
 ZEROS = (0.0,) * 4
@@ -87,26 +85,10 @@ def signs_of(dtype: Dtype) -> Uint32:
     return pair ^ cutlass.select_(g & 1 == 1, Uint32(SECOND_SIGN), Uint32(0))
 
 
-def tf32_signs() -> tuple[Uint32, Uint32]:
-    """The same of a product in tf32, for columns of a thread that are even, and odd.
-
-    Row t + 4b and column 2g' + g'' of the matrix meet in thread 4g + t, if g is 2g' + g'': t and g' are threads, b and
-    g'' the lowest bit of the columns within them.
-    """
-    t, g = place_of_lane()
-    even = Uint32(ONE) ^ cutlass.select_(odd_bits(t & (g >> 1)) == 1, Uint32(SECOND_SIGN), Uint32(0))
-    return even, even ^ cutlass.select_(g & 1 == 1, Uint32(SECOND_SIGN), Uint32(0))
-
-
 def mma(c: Sums, a: tuple[Uint32, ...], b: tuple[Uint32, ...], dtype: Dtype, use: str = "") -> Sums:
     """c + a b of a warp: 16 rows, 8 columns, sums over 16. The compiler merges equal ones of one `use` only."""
     shape = f"m16n8k16.row.col.f32.{PTX_TYPES[dtype]}.{PTX_TYPES[dtype]}.f32"
     return product(shape, c, a, b, use)
-
-
-def mma_tf32(c: Sums, a: Sums, b: tuple[Uint32, ...]) -> Sums:
-    """c + a b of a warp: 16 rows, 8 columns, sums over 8; of `a` only the bits that tf32 has count."""
-    return product("m16n8k8.row.col.f32.tf32.tf32.f32", c, a, b)
 
 
 def product(shape: str, c: Sums, a: tuple, b: tuple[Uint32, ...], use: str = "") -> Sums:
@@ -117,9 +99,3 @@ def product(shape: str, c: Sums, a: tuple, b: tuple[Uint32, ...], use: str = "")
     )
     note = f" // {use}" if use else ""
     return tuple(cute.arch.inline_ptx(code + note, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *c]))
-
-
-def first_bits(value: Float32) -> Float32:
-    """A number cut to the bits that tf32 has."""
-    code = f"and.b32 {{$w0}}, {{$r0}}, {FIRST_BITS};"
-    return cute.arch.inline_ptx(code, write_only_types=[Float32], read_only_args=[value])

@@ -38,21 +38,21 @@ class Rotary:
         return self.tables(tile, tuple(chunk % half * ALIGN_ELEMENTS for chunk in tile.chunks()), i)
 
     def rotate(self, values: cute.Tensor, rows: Rows, dtype: Numeric, tile: Tile, i: int, angles) -> None:
-        """Rotate a thread's row `i` by `angles`; it comes from `rows` of element type `dtype`."""
+        """Rotate a thread's row `i` of `rows` by `angles`, and round it to their element type `dtype`."""
         if self.problem.rotary_interleaved:
             self._rotate_neighbours(values, tile, angles)
-            return
-        if tile.half:
+        elif tile.half:
             self._rotate_own_halves(values, angles)
-            return
-        half = self._half()
-        others = (
-            cutlass.select_(chunk < half, chunk + half, cutlass.select_(chunk < 2 * half, chunk - half, chunk))
-            for chunk in tile.chunks()
-        )
-        partners = cute.make_rmem_tensor(COLUMNS, dtype)  # in the cache, since a neighbouring thread loads them as well
-        tile.load_row(rows, tuple(chunk * ALIGN_BYTES for chunk in others), i, partners)
-        self._rotate_halves(values, widened(partners), tile, angles)
+        else:
+            half = self._half()
+            others = (
+                cutlass.select_(chunk < half, chunk + half, cutlass.select_(chunk < 2 * half, chunk - half, chunk))
+                for chunk in tile.chunks()
+            )
+            partners = cute.make_rmem_tensor(COLUMNS, dtype)  # in the cache: a neighbouring thread loads them as well
+            tile.load_row(rows, tuple(chunk * ALIGN_BYTES for chunk in others), i, partners)
+            self._rotate_halves(values, widened(partners), tile, angles)
+        values.store(values.load().to(dtype).to(Float32))
 
     def _half(self) -> int:
         """Chunks of 8 columns in half of those that are rotated."""

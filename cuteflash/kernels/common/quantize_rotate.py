@@ -12,9 +12,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
-from cuteflash.kernels.common.quantize_mixed import MixedTile, Mixer, all_finite, eight_bits, size_of
+from cuteflash.kernels.common.quantize_held import Held
+from cuteflash.kernels.common.quantize_mixed import MixedTile, Mixer, eight_bits
 from cuteflash.kernels.common.quantize_scales import Scales
-from cuteflash.kernels.common.quantize_tile import Rows, part_of, put_first_rows, put_row, thread_again
+from cuteflash.kernels.common.quantize_tile import Rows, part_of, put_row, thread_again
 from cuteflash.kernels.common.quantize_work import HeadRows, Place, Span, Work, choose, rotary_of, tile_span
 from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
 from cuteflash.traits.quantize import ANGLES_BYTES, QuantizeTraits
@@ -41,10 +42,6 @@ class Visit:
     source: HeadRows
     target: HeadRows
 
-    def kv_head(self, number: Int32) -> Int32:
-        """The KV head of the block's head `number`, if heads that share a scale are all of the block's."""
-        return cutlass.select_(self.sharing == 1, self.first + number, self.place.head)
-
     def is_listed(self, scales: Scales, tensors: QuantizeTensors) -> Boolean | bool:
         """Whether the tile has a scale."""
         return scales.has_qk(tensors, self.is_q, self.place)
@@ -59,9 +56,12 @@ class RotatedHeads:
         self.scales = Scales(traits, problem)
 
     def visits(self, tensors: QuantizeTensors) -> tuple[Any, Any]:
-        """How many heads of Q and of K a block visits: with one scale all that share it, otherwise some."""
-        sharing = self.problem.is_grouped
-        return tensors.q.shape[-2] // tensors.k.shape[-2] if sharing else self.traits.visits, self.traits.visits
+        """How many heads of Q and of K a block visits: of those that share a scale which it finds, all."""
+        visits: Any = self.traits.visits
+        if not self.problem.is_grouped:
+            return visits, visits
+        sharing = tensors.q.shape[-2] // tensors.k.shape[-2]
+        return cutlass.max(visits // sharing, 1) * sharing, visits
 
     def visit(self, tensors: QuantizeTensors, work: Work, number: Int32) -> Visit:
         """What block `number` converts."""
@@ -92,9 +92,9 @@ class RotatedHeads:
         visit = self.visit(tensors, work, number)
         span = visit.span
         tile = self.tile(span)
-        mixer = Mixer.of(tile, problem.dtype, self.traits, memory)
-        words = [tile.words() for _ in range(tile.rows)]
-        self.load(visit.source[Int32(0)], tile, words)
+        mixer = self.mixer(tile, memory)
+        words = tile.words()
+        tile.load_words(visit.source[Int32(0)], words, problem.dtype)
         mixer.put_angles(rotary_of(problem, tensors))
         if const_expr(problem.scales_by_block):
             self.convert_blocks(tensors, visit, mixer, words)
@@ -104,71 +104,65 @@ class RotatedHeads:
             for step in cutlass.range(visit.count, unroll=1):
                 place = Place(span.entry, visit.place.tile, kv_head)
                 factor = problem.hadamard_scale / self.scales.of_qk(tensors, visit.is_q, place)[0]
-                rows = [mixer.row(words[i], i) for i in range(tile.rows)]
-                is_fine = all_finite(rows)
-                results = self.results(tile, rows, factor)
-                if step + 1 < visit.count:
-                    self.load(visit.source[step + 1], tile, words)
-                self.put(visit, step, mixer, results, factor, is_fine)
+                held = mixer.turned(words)
+                if const_expr(not problem.is_packed):  # of packed sequences not sooner, which would take registers
+                    self.load_next(visit, tile, step, words)
+                self.put(visit.target[step], self.again_held(span, held, step), factor)
+                if const_expr(problem.is_packed):
+                    self.load_next(visit, tile, step, words)
                 is_last = rest + 1 == visit.sharing
                 kv_head, rest = kv_head + cutlass.select_(is_last, 1, 0), cutlass.select_(is_last, 0, rest + 1)
 
     @cute.jit
-    def convert_blocks(self, tensors: QuantizeTensors, visit: Visit, mixer: Mixer, words: list[cute.Tensor]):
+    def load_next(self, visit: Visit, tile: MixedTile, step: Int32, words: cute.Tensor):
+        """Load a thread's rows of the head after that of a step."""
+        if step + 1 < visit.count:
+            tile.load_words(visit.source[step + 1], words, self.problem.dtype)
+
+    @cute.jit
+    def convert_blocks(self, tensors: QuantizeTensors, visit: Visit, mixer: Mixer, words: cute.Tensor):
         """The same with scales of blocks, which are found.
 
         Heads that share a scale come twice, and the second time out of L2: all but the last one, whose rows the block
-        still has.
+        still has. So `sharing` heads take 2 * `sharing` - 1 steps.
         """
-        problem, tile, count = self.problem, mixer.tile, visit.count
-        numbers = self.scales.numbers(2)  # steps take turns, so that one barrier suffices
-        is_alone, steps = visit.sharing == 1, count
-        if const_expr(problem.is_grouped):
-            steps = Int32(cutlass.select_(is_alone, count, 2 * count - 1))
+        tile, sharing = mixer.tile, visit.sharing
+        numbers = self.scales.numbers(2)  # scales take turns, so that one barrier suffices
+        last = 2 * sharing - 2
         peak, factor = Float32(0.0), Float32(1.0)
-        for step in cutlass.range(steps, unroll=1):
-            head = self.head_of(step, count)
-            rows = [mixer.row(words[i], i) for i in range(tile.rows)]
-            is_fine = all_finite(rows)
-            size = size_of(rows)
-            if step + 1 < steps:  # not sooner, or the compiler computes some of the rows later
-                self.load(visit.source[self.head_of(step + 1, count)], tile, words)
-            if const_expr(not problem.is_grouped):
-                factor = self.find_factor(tensors, visit, head, tile, size, numbers[None, step & 1])
-                mixer_again = self.mixer_again(visit.span, mixer, step)
-                results = self.results(mixer_again.tile, rows, factor)
-                self.put(visit, head, mixer_again, results, factor, is_fine)
-            else:
-                peak = cutlass.select_(is_alone, size, cute.arch.fmax(peak, size))
-                if is_alone or step == count - 1:
-                    factor = self.find_factor(tensors, visit, head, tile, peak, numbers[None, step & 1])
-                if is_alone or step >= count - 1:
-                    mixer_again = self.mixer_again(visit.span, mixer, step)
-                    results = self.results(mixer_again.tile, rows, factor)
-                    self.put(visit, head, mixer_again, results, factor, is_fine)
-
-    def head_of(self, step: Int32, count: Int32) -> Int32:
-        """The head that comes at a step, counted from the first one that the block visits."""
-        return Int32(cutlass.select_(step < count, step, step - count)) if self.problem.is_grouped else step
+        first, step, parity, kv_head = Int32(0), Int32(0), Int32(0), visit.first // sharing
+        while first < visit.count:
+            held = mixer.turned(words)
+            head = first + cutlass.select_(step < sharing, step, step - sharing)
+            is_last = step == last
+            following = first + cutlass.select_(
+                is_last, sharing, cutlass.select_(step + 1 < sharing, step + 1, step + 1 - sharing)
+            )
+            if following < visit.count:
+                self.again(visit.span, tile, step).load_words(visit.source[following], words, self.problem.dtype)
+            if step < sharing:
+                peak = cute.arch.fmax(peak, held.magnitude())
+            if step == sharing - 1:
+                factor = self.find_factor(tensors, visit, kv_head, tile, peak, numbers[None, parity])
+                peak, parity, kv_head = Float32(0.0), 1 - parity, kv_head + 1
+            if step >= sharing - 1:
+                self.put(visit.target[head], self.again_held(visit.span, held, step), factor)
+            first = cutlass.select_(is_last, first + sharing, first)
+            step = cutlass.select_(is_last, 0, step + 1)
 
     def find_factor(
-        self, tensors: QuantizeTensors, visit: Visit, head: Int32, tile: MixedTile, size: Float32, numbers: cute.Tensor
+        self, tensors: QuantizeTensors, visit: Visit, kv_head: Int32, tile: MixedTile, peak: Float32, numbers: Any
     ) -> Float32:
-        """What rows are multiplied with, from the largest magnitude of a thread's; writes their scale."""
-        found = self.scales.find(size * self.problem.hadamard_scale, tile, numbers)
-        place = Place(visit.span.entry, visit.place.tile, visit.kv_head(head))
+        """What rows of a KV head are multiplied with, from the largest magnitude of a thread's; writes their scale."""
+        found = self.scales.find(peak * self.problem.hadamard_scale, tile, numbers)
+        place = Place(visit.span.entry, visit.place.tile, kv_head)
         self.scales.put(self.scales.of_qk(tensors, visit.is_q, place), found, visit.is_listed(self.scales, tensors))
         return self.problem.hadamard_scale / found
 
-    @cute.jit
-    def put(
-        self, visit: Visit, head: Int32, mixer: Mixer, results: list[cute.Tensor], factor: Float32, is_fine: Boolean
-    ):
-        """Write a thread's rows of a head; `is_fine` says whether all of their elements were finite."""
-        target = visit.target[head]
-        put_first_rows(target, mixer.tile, results)
-        if not cute.arch.vote_all_sync(is_fine):
-            self.put_again(visit.source[head], target, mixer, factor)
+    def put(self, target: Rows, held: Held, factor: Float32) -> None:
+        """Write a thread's rows of a head."""
+        for i in range(held.tile.rows):
+            put_row(target, held.tile, i, self.rounded(held, i, factor))
 
     @cute.jit
     def sizes(
@@ -192,47 +186,36 @@ class RotatedHeads:
         found = part_of(memory, of_angles, shape)[cute.arch.thread_idx()[0], None]
         found.fill(0.0)
         tile = self.tile(span)
-        mixer = Mixer.of(tile, problem.dtype, traits, memory)
-        words = [tile.words() for _ in range(tile.rows)]
+        mixer = self.mixer(tile, memory)
+        words = tile.words()
         for t in cutlass.range(tiles, unroll=1):
             tile = dataclasses.replace(tile, first=span.first + t * traits.tokens)
             mixer = dataclasses.replace(mixer, tile=tile)
-            self.load(source[Int32(0)], tile, words)
+            tile.load_words(source[Int32(0)], words, problem.dtype)
             mixer.put_angles(rotary_of(problem, tensors))
             for step in cutlass.range(count, unroll=1):
-                rows = [mixer.row(words[i], i) for i in range(tile.rows)]
+                held = mixer.turned(words)
                 if step + 1 < count:
-                    self.load(source[step + 1], tile, words)
-                found[step] = cute.arch.fmax(found[step], size_of(rows))
+                    self.again(span, tile, step).load_words(source[step + 1], words, problem.dtype)
+                found[step] = cute.arch.fmax(found[step], held.magnitude())
         return found
 
-    def load(self, source: Rows, tile: MixedTile, words: list[cute.Tensor]) -> None:
-        """Load a thread's rows."""
-        for i, row in enumerate(words):
-            tile.load_words(source, i, row, self.problem.dtype)
+    def mixer(self, tile: MixedTile, memory: cute.Tensor) -> Mixer:
+        """What rotates rows of a tile, see `Mixer.of`."""
+        return Mixer.of(tile, self.problem.dtype, self.problem.hadamard, self.traits, memory)
 
-    def mixer_again(self, span: Span, mixer: Mixer, step: Int32) -> Mixer:
-        """The same; of packed sequences with a tile that is found once more: to keep it would take registers."""
-        return dataclasses.replace(mixer, tile=self.tile(span, thread_again(step))) if self.problem.is_packed else mixer
+    def again(self, span: Span, tile: MixedTile, step: Int32) -> MixedTile:
+        """The same tile; of packed sequences found once more: to keep what follows from it would take registers."""
+        return dataclasses.replace(self.tile(span, thread_again(step)), first=tile.first)
 
-    def results(self, tile: MixedTile, rows: list[cute.Tensor], factor: Float32) -> list[cute.Tensor]:
-        """Words of 8 bits of a thread's rows, see `rounded`."""
-        return [self.rounded(tile, mixed, factor, i) for i, mixed in enumerate(rows)]
+    def again_held(self, span: Span, held: Held, step: Int32) -> Held:
+        """The same rows, of the tile that `again` gives."""
+        return dataclasses.replace(held, tile=self.again(span, held.tile, step))
 
-    def rounded(self, tile: MixedTile, mixed: cute.Tensor, factor: Float32, i: int | Int32) -> cute.Tensor:
+    def rounded(self, held: Held, i: int, factor: Float32) -> cute.Tensor:
         """Words of 8 bits of a thread's row `i`, times a factor; zeros if it does not count."""
-        words = eight_bits(mixed, factor, self.problem.to)
+        words = eight_bits(held, i, factor, self.problem.to)
         if self.problem.is_packed:
             for w in range(cute.size(words)):
-                words[w] = cutlass.select_(tile.has(i), words[w], Uint32(0))
+                words[w] = cutlass.select_(held.tile.has(i), words[w], Uint32(0))
         return words
-
-    @cute.jit
-    def put_again(self, source: Rows, target: Rows, mixer: Mixer, factor: Float32):
-        """Write a thread's rows once more, rotated so that infinities and NaN stay what they are."""
-        tile = mixer.tile
-        for i in cutlass.range(tile.rows, unroll=1):
-            words = tile.words()
-            tile.load_words(source, i, words, self.problem.dtype)
-            mixed = mixer.row(words, i, is_careful=True)
-            put_row(target, tile, i, self.rounded(tile, mixed, factor, i))
