@@ -30,7 +30,7 @@ from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import DECODE, FULL, ROW_HEAD_DIMS, Row, TableKey, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from cuteflash.traits.tables import BEST_FAMILIES, BEST_FAMILIES_OF_FEW, CACHE_ROWS, FEW_ROWS, SPLIT_ROWS, TABLES
+from cuteflash.traits.tables import BEST_FAMILIES, CACHE_ROWS, FEW_ROWS, SPLIT_ROWS, TABLES
 from cuteflash.usertable import MeasuredRow
 
 FITTED_MAX = 4096  # traits with head dims, for a target
@@ -169,9 +169,7 @@ def current_target(device_index: int) -> str:
     return arch_of_capability(*torch.cuda.get_device_capability(device_index)).name
 
 
-def choose_mla(
-    problem: MlaProblem, rows: int, target: str, family: Family | None = None, reads_few: bool = False
-) -> MlaTraits:
+def choose_mla(problem: MlaProblem, rows: int, target: str, family: Family | None = None) -> MlaTraits:
     """The traits of the kernel that decodes latent attention with `rows` query rows, tokens times heads, a sequence.
 
     Those of the user's table come first, as in `choose`.
@@ -181,14 +179,13 @@ def choose_mla(
         rows: tokens times heads of a sequence.
         target: compile target, e.g. "sm_90a".
         family: kernel family; None is the best of the target.
-        reads_few: a block reads few pages, as far as one knows: another family may be the best one then.
 
     Raises:
         ValueError: no such target or family.
         NotImplementedError: the target does not run the family, or no row of it.
     """
     family = family or ("sm80" if problem.is_e4m3 else None)
-    key = table_key(problem.operation, target, family, "decode", rows, reads_few)
+    key = table_key(problem.operation, target, family, "decode", rows)
     return cast(MlaTraits, _choose(problem, key, "decode", usertable.load(key), rows).traits)
 
 
@@ -215,16 +212,14 @@ def table_key(
     family: Family | None,
     lengths: LengthClass,
     query_rows: int,
-    reads_few: bool = False,
 ) -> TableKey:
     """The table of an operation on a target; `family` None is the best for these lengths and query rows.
 
-    `reads_few` as `choose_mla` has it. Errors as `check_family`.
+    Errors as `check_family`.
     """
     check_family(target, family)
     if family is None:
-        best = BEST_FAMILIES_OF_FEW if reads_few else BEST_FAMILIES
-        family, most_rows = best.get((operation, target, lengths), (None, 0))
+        family, most_rows = BEST_FAMILIES.get((operation, target, lengths), (None, 0))
         if family is None or query_rows > most_rows:
             family = get_arch(target).families[0]
     return TableKey(operation, target, family)

@@ -34,7 +34,6 @@ from cuteflash.validate import ALIGNMENT
 
 DTYPE_NAMES: dict[torch.dtype, HalfDtype] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 PART_COST = 4  # pages that are read in the time that a part of a tile takes to be written and merged
-FEW_PAGES = 40  # that a block reads at most if it reads few, between the numbers that were timed
 PLANS_MAX = 4096
 
 Result = tuple[Tensor, Tensor]
@@ -227,7 +226,7 @@ def plan_of(
     target = current_target(q.device.index)
     capacity = entry_rows if page_table is None else page_table.shape[1] * entry_rows
     pages, num_sms = -(-capacity // PAGE_ROWS), _multiprocessors(q.device)
-    traits = traits or choose_mla(problem, seqlen_q * heads, target, family, batch * pages <= FEW_PAGES * num_sms)
+    traits = traits or choose_mla(problem, seqlen_q * heads, target, family)
     m_blocks = -(-seqlen_q * heads // traits.tile_m)
     shares = Shares.of(batch, m_blocks, pages, num_splits, num_sms * traits.blocks_per_sm)
     step, cache_step = (ALIGNMENT // x.element_size() for x in (q, kv_cache))

@@ -79,7 +79,7 @@ def test_every_row_that_dispatch_takes_is_drawn_once() -> None:
     ("asked", "name"),
     [
         ((16, "sm_90a", None), "sm_90a-sm80-mla-576x512-bf16-16x64"),
-        ((17, "sm_90a", None), "sm_90a-sm90-mla-576x512-bf16-64x64"),
+        ((33, "sm_90a", None), "sm_90a-sm90-mla-576x512-bf16-64x64"),
         ((HEADS_MAX, "sm_90a", None), "sm_90a-sm90-mla-576x512-bf16-64x64"),
         ((HEADS_MAX, "sm_90a", "sm80"), "sm_90a-sm80-mla-576x512-bf16-64x32"),
         ((16, "sm_80", None), "sm_80-sm80-mla-576x512-bf16-16x64"),
