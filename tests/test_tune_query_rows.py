@@ -334,28 +334,28 @@ def test_few_rows_stay_in_a_users_table_beside_others(own_tables: OwnTables) -> 
 
 
 def test_rows_of_latents_come_back_from_the_users_table(own_tables: OwnTables) -> None:
-    measured = (MEASURED(Row(OTHER, ("full",), lengths=("decode",), query_rows=(17, 32))),)
+    measured = (MEASURED(Row(OTHER, ("full",), lengths=("decode",), query_rows=(33, 64))),)
     path = usertable.write(MLA90, measured)
     assert path.name == "mla-sm_90a-sm90.json" and usertable.load(MLA90) == measured
-    assert choose_mla(LATENT, 32, "sm_90a") == choose(LATENT, "sm_90a", None, "decode", 32).traits == OTHER
+    assert choose_mla(LATENT, 64, "sm_90a") == choose(LATENT, "sm_90a", None, "decode", 64).traits == OTHER
     without_pages = MlaProblem("bf16", is_paged=False, is_split=False)
-    assert choose_mla(without_pages, 32, "sm_90a") == OTHER
-    assert choose_mla(LATENT, 33, "sm_90a") == choose_shipped(LATENT, "sm_90a", None, "decode", 33).traits != OTHER
-    for rows in (16, 32):
+    assert choose_mla(without_pages, 64, "sm_90a") == OTHER
+    assert choose_mla(LATENT, 65, "sm_90a") == choose_shipped(LATENT, "sm_90a", None, "decode", 65).traits != OTHER
+    for rows in (16, 32, 64):
         shipped = choose_shipped(LATENT, "sm_90a", "sm80", "decode", rows).traits
         assert choose_mla(LATENT, rows, "sm_90a", "sm80") == shipped
-    assert choose_mla(MlaProblem("bf16", is_e4m3=True), 32, "sm_90a").family == "sm80"
-    assert usertable.remove() == [path] and choose_mla(LATENT, 32, "sm_90a") != OTHER
+    assert choose_mla(MlaProblem("bf16", is_e4m3=True), 64, "sm_90a").family == "sm80"
+    assert usertable.remove() == [path] and choose_mla(LATENT, 64, "sm_90a") != OTHER
 
 
-def test_up_to_16_rows_of_latents_are_the_sm80_familys_on_hopper(own_tables: OwnTables) -> None:
+def test_up_to_32_rows_of_latents_are_the_sm80_familys_on_hopper(own_tables: OwnTables) -> None:
     """Its table of the user's is the one that counts for them, too."""
     usertable.write(MLA90, [MEASURED(Row(OTHER, ("full",), lengths=("decode",)))])
-    found = [choose_mla(LATENT, rows, "sm_90a") for rows in (1, 16, 17)]
+    found = [choose_mla(LATENT, rows, "sm_90a") for rows in (1, 32, 33)]
     assert [traits.family for traits in found] == ["sm80", "sm80", "sm90"] and found[2] == OTHER
     own = MlaTraitsSm80(16, 32, num_warps=4, q_kept=14, chains=2, early_launch=True)
     usertable.write(TableKey("mla", "sm_90a", "sm80"), [MEASURED(Row(own, ("full",), lengths=("decode",)))])
-    assert [choose_mla(LATENT, rows, "sm_90a") for rows in (1, 16, 17)] == [own, own, OTHER]
+    assert [choose_mla(LATENT, rows, "sm_90a") for rows in (1, 32, 33)] == [own, own, OTHER]
 
 
 def test_a_users_row_of_latents_takes_the_sequences_that_it_holds(own_tables: OwnTables) -> None:
