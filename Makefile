@@ -29,7 +29,7 @@ test: lint typecheck  ## everything that needs no GPU
 	$(SINGLE) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --device cpu  # gpu: on the reference
 	@$(BIN)/python -m tests.receipt check $(RECEIPT)
 
-quick: $(READY)  ## while developing: the tests that are not marked slow, in three minutes
+quick: $(READY)  ## while developing: the tests that are not marked slow, in two minutes
 	$(SINGLE) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not slow"
 
 lint: $(READY)  ## ruff, check only
