@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from .read import Frame, Placed, ptx_type
-from .scene import Phase, Step, Touch
+from .algebra import Layout, composition, concatenate
+from .bytes_in_registers import ADDRESSED
+from .read import WORD, Frame, Placed, ptx_type
+from .scene import AXES, Phase, Step, Touch
 
 CP_ASYNC = "cp.async.cg.shared.global [dst], [src], 16"
 THROUGH_REGISTERS = "ld.global.v4.b32, then st.shared.v4.b32"
@@ -82,6 +84,40 @@ class AmpereSteps:
             touches=(Touch(f"s{tensor}", "read", source, lane_bytes=16), Touch(fragment, "write", target)),
             note=f"{note} {why}".strip() if trans else note,
         )
+
+    def load_pairs(self, tensor: str, copy: Any, note: str) -> Step:
+        """`load` of a block's tile of bytes; the copy moves pairs of them as one element."""
+        return self._by_bytes(tensor, self._counting_pairs(tensor).load(tensor, copy, note, False))
+
+    def fetch_pairs(self, tensor: str, copy: Any, transposed: bool, conversion: str, why: str) -> Step:
+        """`fetch` from a tile of bytes, likewise, of which `conversion` makes operands of 16 bits in registers."""
+        fetched = self._counting_pairs(tensor).fetch(f"r{tensor}", tensor, copy, (transposed, transposed))
+        step = self._by_bytes(tensor, fetched)
+        return dataclasses.replace(
+            step,
+            title=f"{step.title}, e4m3 → fp16",
+            instruction=f"{step.instruction}, {conversion}",
+            note=f"{ADDRESSED} {why}",
+        )
+
+    def _counting_pairs(self, tensor: str) -> AmpereSteps:
+        """The steps on tiles of which two neighbouring columns of `tensor` count as one."""
+        axis, (_, columns) = AXES[tensor][1], self.frame.shape(tensor)
+        return dataclasses.replace(
+            self, frame=dataclasses.replace(self.frame, sizes={**self.frame.sizes, axis: columns // WORD})
+        )
+
+    def _by_bytes(self, tensor: str, step: Step) -> Step:
+        """A step on pairs of columns, column by column."""
+        rows, columns = self.frame.shape(tensor)
+        first_bytes = Layout((rows, columns // WORD), (1, WORD * rows))
+
+        def moved(touch: Touch) -> Touch:
+            threads, pairs, instructions = (composition(first_bytes, mode) for mode in touch.tv.modes())
+            tv = concatenate(threads, concatenate(Layout(WORD, rows), pairs), instructions)
+            return dataclasses.replace(touch, tv=tv)
+
+        return dataclasses.replace(step, touches=tuple(map(moved, step.touches)))
 
     def product(self, id: str, title: str, *operands: tuple[Placed, str]) -> Step:
         """mma.sync of operands A, B and an accumulator, each with its fragment."""

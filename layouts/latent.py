@@ -7,8 +7,8 @@ from typing import Final
 
 from cuteflash.mla_problem import LATENT_DIM_V, MlaProblem
 
-from .algebra import Layout, composition, concatenate
-from .parts import IN_PLACE, octets, part_tile, store_octets, store_registers
+from .algebra import Layout
+from .parts import IN_PLACE, octets, part_tile, quads, store_octets, store_registers
 from .read import ELEMENT_BYTES, Frame, Placed
 from .scene import Step, Tile
 
@@ -66,11 +66,7 @@ def store_out(frame: Frame, acc: Placed, problem: MlaProblem) -> tuple[Step, ...
 
 def store_quads(frame: Frame, acc: Placed, problem: MlaProblem) -> tuple[Step, ...]:
     """O from an accumulator whose threads have four neighbours of each 16 columns, the even ones in a group of 8."""
-    atom, m, n = acc.values.modes()
-    pair, row = atom.modes()
-    parity, groups = composition(n, Layout(2)), composition(n, Layout(n.size() // 2, 2))
-    whole = concatenate(acc.threads, concatenate(parity, pair), concatenate(groups, row, m))
-    part = concatenate(acc.threads, parity, concatenate(pair, groups, row, m))
+    whole, part = quads(acc)
     alone = "Rounded. A lane has four neighbouring columns of each 16."
     of_part = f"{IN_PLACE} A slot has pairs of every 16 columns in another order. {MERGED_LATER}"
     stores = [store_registers(frame, "gO", "st.global.v2.b32", (whole, whole), alone)]

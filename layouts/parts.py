@@ -68,6 +68,18 @@ def octets(acc: Placed, together: int) -> tuple[Layout, Layout]:
     return concatenate(acc.threads, concatenate(pair, near), others), stored
 
 
+def quads(acc: Placed) -> tuple[Layout, Layout]:
+    """What a thread has of an accumulator, by four neighbours and by two.
+
+    Of each 16 columns the even ones are in one group of 8, the odd ones in the next.
+    """
+    atom, m, n = acc.values.modes()
+    pair, row = atom.modes()
+    parity, groups = composition(n, Layout(2)), composition(n, Layout(n.size() // 2, 2))
+    fours = concatenate(acc.threads, concatenate(parity, pair), concatenate(groups, row, m))
+    return fours, concatenate(acc.threads, parity, concatenate(pair, groups, row, m))
+
+
 def store_registers(frame: Frame, target: str, instruction: str, tvs: tuple[Layout, Layout], note: str) -> Step:
     """O from its accumulator to `target` in global memory; `tvs` say what of either an instruction touches."""
     read, written = tvs

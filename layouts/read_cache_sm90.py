@@ -14,14 +14,13 @@ from cuteflash.traits.sm90 import WARPGROUP
 
 from .algebra import Layout, Swizzle, concatenate
 from .banks import WARP
+from .bytes_in_registers import FIT, FITTED
 from .hopper import CONSUMERS, HopperSteps, Transfer, When, example_tensor
 from .read import WORD, Frame, byte_tile
 from .read_sm90 import BLOCK, TILE, ReaderSm90
 from .scene import Fragment, Role, Step, Tile, Touch
 
 CONVERTING: Final = "every converting warp"
-FIT: Final = "and.b32, shfl.sync.bfly.b32, mul.f32, cvt.rn.f16x2.f32"
-FITTED: Final = "Each row times a power of two that brings its largest element below 2^15; its scores are scaled back."
 HALF: Final = CHUNK // WORD  # elements of fp16 in a store
 
 

@@ -19,11 +19,10 @@ from cuteflash.traits.sm90 import WARPGROUP
 from .algebra import Layout, concatenate
 from .ampere import LDMATRIX, LDMATRIX_TRANS, AmpereSteps
 from .banks import WARP
-from .bytes_in_registers import CONVERSION, IN_FOURS, IN_PAIRS
+from .bytes_in_registers import CONVERSION, FIT, FITTED, IN_FOURS, IN_PAIRS, NEIGHBOURS, TURNED
 from .hopper import CONSUMERS, HopperSteps, Transfer, When, example_tensor
 from .parts import IN_PLACE, MERGED, TITLES, part_tile
 from .read import WORD, Frame, Placed, byte_tile, global_tile, no_launch, ptx_type, shared_tile, shuffled, smem_start
-from .read_cache_sm90 import FIT, FITTED
 from .scene import Axis, Fragment, Phase, Role, Step, Tile, Touch
 from .softmax_steps import EVERY, EXPONENTIAL
 
@@ -135,14 +134,12 @@ class ReaderFewSm90:
     def steps(self) -> tuple[Step, ...]:
         """In the order of a tile."""
         of = self.of
-        neighbours = "Not transposed: a pair of bytes are neighbours in K's columns, of which Q's have the same order."
-        turned = "Transposed: a register has two columns of two keys, of which the middle bytes change places."
         fit = (self._fit_q(),) if self.kernel.fits_q else ()
         return (
             *self._loads(),
             self._read_q(),
             *fit,
-            self._fetch("K", LDMATRIX, CONVERSION, neighbours),
+            self._fetch("K", LDMATRIX, CONVERSION, NEIGHBOURS),
             self.draw.product("mma_qk", "S^T = K Q^T", (of["K"], "rK"), (of["Q"], "rQ"), (of["S"], "acc_S")),
             self._rows(
                 "softmax", "Online softmax of S", "softmax", f"max.f32, shfl.sync.bfly.b32, {EXPONENTIAL}", "S",
@@ -154,7 +151,7 @@ class ReaderFewSm90:
                 "Each row is multiplied with exp2(old maximum - new maximum), as its sum is.",
             ),
             self._turn_p(),
-            self._fetch("V", LDMATRIX_TRANS, f"prmt.b32, {CONVERSION}", turned),
+            self._fetch("V", LDMATRIX_TRANS, f"prmt.b32, {CONVERSION}", TURNED),
             self.draw.product("mma_pv", "O^T += V^T P^T", (of["V"], "rV"), (of["P"], "rP"), (of["O"], "acc_O")),
             *self._store(),
         )  # fmt: skip

@@ -15,7 +15,7 @@ from cuteflash.traits.sm80 import MMA_K, MMA_M, MMA_N, WARP
 
 from .algebra import Layout, composition, concatenate
 from .ampere import LDMATRIX, LDMATRIX_TRANS, ONCE, WARPS
-from .bytes_in_registers import CONVERSION, IN_FOURS, IN_PAIRS
+from .bytes_in_registers import ADDRESSED, CONVERSION, IN_FOURS, IN_PAIRS, NEIGHBOURS, TURNED
 from .latent import SHARES, global_latent, store_quads
 from .read import WORD, Operand, Placed, byte_tile, shuffled
 from .read_mla_sm80 import KEYS, ReaderMlaSm80, noted
@@ -113,18 +113,7 @@ class ReaderMlaE4m3(ReaderMlaSm80):
         """Rows of Q, or of the cache as pairs of bytes, by cp.async."""
         if tensor == "Q":
             return super().load_rows(tensor, note)
-        rows, columns = self.frame.shape("K")
-        copy = self.kernel.load_copy(rows, PAIRS)
-        words = dataclasses.replace(self.frame, sizes={**self.frame.sizes, "d": PAIRS})
-        step = self.draw.load("K", copy, note, False)
-
-        def owned(layout: Any) -> Layout:
-            moved = words.copy(layout, copy.tiler_mn, "K", everyone=True)
-            to_bytes = Layout((rows, columns // WORD), (1, WORD * rows))
-            threads, values, instructions = (composition(to_bytes, mode) for mode in moved.modes())
-            return concatenate(threads, concatenate(Layout(WORD, rows), values), instructions)
-
-        return self.touching(step, owned(copy.layout_src_tv_tiled), owned(copy.layout_dst_tv_tiled))
+        return self.draw.load_pairs("K", self.kernel.load_copy(self.frame.shape("K")[0], PAIRS), note)
 
     def prepare_q(self) -> tuple[Step, ...]:
         """Q made into fp16, in the order in which the bytes of K come."""
@@ -171,8 +160,7 @@ class ReaderMlaE4m3(ReaderMlaSm80):
         near_n, far_n = _halves(n, 2)
         near_k, far_k = _halves(k, 2)
         write = concatenate(self.of["K"].threads, concatenate(atom, near_n, near_k), concatenate(far_n, far_k))
-        note = "Not transposed: a pair of bytes are neighbours in K's columns."
-        return self._fetch("K", f"{LDMATRIX}, {CONVERSION}", (read, write), note)
+        return self._fetch("K", f"{LDMATRIX}, {CONVERSION}", (read, write), NEIGHBOURS)
 
     def fetch_v(self) -> Step:
         """16 keys of 32 columns of V, transposed."""
@@ -183,8 +171,7 @@ class ReaderMlaE4m3(ReaderMlaSm80):
         atom, n, k = self.of["V"].values.modes()
         near, far = _halves(n, 4)
         write = concatenate(self.of["V"].threads, concatenate(atom, near), concatenate(far, k))
-        note = "Transposed: a register has two columns of two keys, of which the middle bytes change places."
-        return self._fetch("V", f"{LDMATRIX_TRANS}, prmt.b32, {CONVERSION}", (read, write), note)
+        return self._fetch("V", f"{LDMATRIX_TRANS}, prmt.b32, {CONVERSION}", (read, write), TURNED)
 
     def _lanes(self, tensor: str, chunk: int, rows: int, keys: int) -> Layout:
         """Who gives ldmatrix which address: 16 rows, two chunks of so many elements, in the product with K.
@@ -196,12 +183,11 @@ class ReaderMlaE4m3(ReaderMlaSm80):
         return self.all_parts(concatenate(Layout((MMA_M, 2), (1, chunk * step)), groups), tensor)
 
     def _fetch(self, tensor: str, instruction: str, tvs: tuple[Layout, Layout], why: str) -> Step:
-        note = f"Lane i gives the address of 16 bytes of a row; a phase is the 8 rows of one matrix. {why}"
         read, write = tvs
         touches = Touch(f"s{tensor}", "read", read, lane_bytes=CHUNK), Touch(f"r{tensor}", "write", write)
         title = f"{tensor}: shared memory → registers" + ("" if tensor == "Q" else ", e4m3 → fp16")
         id = f"ldmatrix_{tensor.lower()}"
-        return Step(id, title, "ldmatrix", instruction, WARPS, EVERY, "loop", touches, note.strip())
+        return Step(id, title, "ldmatrix", instruction, WARPS, EVERY, "loop", touches, f"{ADDRESSED} {why}".strip())
 
     def store(self) -> tuple[Step, ...]:
         """O to memory: a thread has four neighbours of each 16 columns."""

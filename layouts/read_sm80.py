@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from cuteflash.problem import FwdProblem
+from cuteflash.problem import DTYPE_BYTES, FwdProblem
 
 from .ampere import WARPS, AmpereSteps
 from .parts import part_tile, store_part
-from .read import Frame, global_tile, no_launch, products, shared_tile, smem_start
+from .read import Frame, Placed, global_tile, no_launch, products, shared_tile, smem_start
 from .scene import Fragment, Role, Step, Tile
 from .softmax_steps import EVERY, SoftmaxSteps
 
@@ -19,17 +19,25 @@ class ReaderSm80:
     loop: Final = "key blocks"
 
     def __init__(self, kernel: Any) -> None:
-        from cutlass import Int32
-
-        from cuteflash.kernels.sm80.fwd_mma import make_fragments
-
         self.kernel, self.traits = kernel, kernel.traits
         self.problem: FwdProblem = kernel.problem
         t = self.traits
         self.frame = Frame({"m": t.tile_m, "n": t.tile_n, "d": t.head_dim, "e": t.head_dim_v}, 1, 0, t.num_threads)
-        self.registers = make_fragments(kernel, kernel.make_tiles(smem_start()), no_launch(1), Int32(0))
-        self.of = products(self.frame, kernel)
-        self.draw = AmpereSteps(self.frame, self.problem.operands.qk_dtype, EVERY)
+        self.registers = self.make_registers()
+        self.of = self.operands()
+        self.draw = AmpereSteps(self.frame, self.problem.operands.product_dtype, EVERY)
+
+    def make_registers(self) -> Any:
+        """The kernel's fragments, of its first thread."""
+        from cutlass import Int32
+
+        from cuteflash.kernels.sm80.fwd_mma import make_fragments
+
+        return make_fragments(self.kernel, self.kernel.make_tiles(smem_start()), no_launch(1), Int32(0))
+
+    def operands(self) -> dict[str, Placed]:
+        """Those of both products, by tensor."""
+        return products(self.frame, self.kernel)
 
     def roles(self) -> tuple[Role, ...]:
         """All warps do the same."""
@@ -38,20 +46,25 @@ class ReaderSm80:
 
     def tiles(self) -> tuple[Tile, ...]:
         """Global tiles, then shared memory."""
-        problem, kernel, plan = self.problem, self.kernel, self.traits.smem_plan
+        operands, kernel, plan = self.problem.operands, self.kernel, self.traits.smem_plan
+        k_bytes, v_bytes = (DTYPE_BYTES[dtype] for dtype in (operands.k_dtype, operands.v_dtype))
         return (
-            global_tile(self.frame, "Q", problem.operands.head_dim, "A block's queries of one head."),
-            global_tile(self.frame, "K", problem.operands.head_dim, "One block of keys."),
-            global_tile(self.frame, "V", problem.operands.head_dim_v, "One block of values."),
-            global_tile(self.frame, "O", problem.operands.head_dim_v, "The block's output."),
-            *((part_tile(self.frame),) if problem.is_split else ()),
+            global_tile(self.frame, "Q", operands.head_dim, "A block's queries of one head."),
+            global_tile(self.frame, "K", operands.head_dim, "One block of keys.", k_bytes),
+            global_tile(self.frame, "V", operands.head_dim_v, "One block of values.", v_bytes),
+            global_tile(self.frame, "O", operands.head_dim_v, "The block's output."),
+            *((part_tile(self.frame),) if self.problem.is_split else ()),
             shared_tile("Q", kernel.smem_layout_q(), plan["q"].start, False, ""),
-            shared_tile("K", kernel.smem_layout_k(), plan["k"].start, False, ""),
-            shared_tile("V", kernel.smem_layout_v(), plan["v"].start, False, ""),
+            self.loaded_tile("K", kernel.smem_layout_k(), plan["k"].start),
+            self.loaded_tile("V", kernel.smem_layout_v(), plan["v"].start),
             shared_tile(
                 "O", kernel.smem_layout_o(), plan["o"].start, False, "Overlaps Q, V and K, which are no longer needed."
             ),
         )
+
+    def loaded_tile(self, tensor: str, layout: Any, start: int) -> Tile:
+        """K or V in shared memory."""
+        return shared_tile(tensor, layout, start, False, "")
 
     def fragments(self) -> tuple[Fragment, ...]:
         """Operands and accumulators of both products."""
@@ -64,12 +77,16 @@ class ReaderSm80:
         make = self.frame.fragment
         return (
             make("rQ", self.of["Q"], held.rQ, q_note),
-            make("rK", self.of["K"], held.rK, f"{copies} {live}"),
+            make("rK", self.of["K"], self.operand_registers("K"), f"{copies} {live}"),
             make("acc_S", self.of["S"], held.acc_S, "Four neighbouring lanes hold a row together."),
             self._p_fragment(p_note),
-            make("rV", self.of["V"], held.rVt, f"{copies} {live}"),
+            make("rV", self.of["V"], self.operand_registers("V"), f"{copies} {live}"),
             make("acc_O", self.of["O"], held.acc_O, "Stays for the whole tile."),
         )
+
+    def operand_registers(self, tensor: Literal["K", "V"]) -> Any:
+        """Those of an operand that comes with every key block."""
+        return self.registers.rK if tensor == "K" else self.registers.rVt
 
     def _p_fragment(self, note: str) -> Fragment:
         from cutlass import cute
@@ -81,15 +98,12 @@ class ReaderSm80:
 
     def steps(self) -> tuple[Step, ...]:
         """In the order in which data passes through a tile."""
-        fetch_q = self._fetch("Q", self.kernel.copy_q(), once=self.traits.q_in_regs)
-        scores = (self._load("Q"), self._load("K"), fetch_q, self._fetch("K", self.kernel.copy_k()))
-        values = (self._load("V"), self._fetch("V", self.kernel.copy_v()))
+        scores = (self._load("Q"), self._load("K"), *self.bring_q(), self.fetch("K", self.kernel.copy_k()))
+        values = (self._load("V"), self.fetch("V", self.kernel.copy_v()))
         qk, *softmax, pv = self._block()
-        rounded = "Divided by the row sums and rounded; two neighbouring columns at a time."
-        stage = self.draw.stage("O", self.kernel.copy_o(), "acc_O", rounded)
         store = self.draw.store("O", self.kernel.store_copy(self.frame.shape("O")[1]))
-        part = (store_part(self.frame, self.of["O"]),) if self.problem.is_split else ()
-        return (*scores, qk, *softmax, *values, pv, stage, *store, *part)
+        part = (self.store_part(),) if self.problem.is_split else ()
+        return (*scores, qk, *softmax, *values, pv, self.stage(), *store, *part)
 
     def _load(self, tensor: str) -> Step:
         """Global to shared memory: with one stage K and V load in turn, with more whole blocks load ahead."""
@@ -101,14 +115,31 @@ class ReaderSm80:
             note = "At the start of a step, which waits for K and V. "
         elif tensor != "Q":
             note = f"While the {'PV product of the block before' if tensor == 'K' else 'QK product'} runs. "
+        return self.load(tensor, note)
+
+    def load(self, tensor: str, note: str) -> Step:
+        """Global to shared memory, by the kernel's copy."""
         copy = self.kernel.load_copy(self.frame.shape(tensor)[1])
         return self.draw.load(tensor, copy, note, tensor == "Q", self.traits.async_copy)
 
-    def _fetch(self, tensor: str, copy: Any, once: bool = False) -> Step:
+    def bring_q(self) -> tuple[Step, ...]:
+        """Q from shared memory to registers."""
+        return (self.fetch("Q", self.kernel.copy_q(), once=self.traits.q_in_regs),)
+
+    def fetch(self, tensor: str, copy: Any, once: bool = False) -> Step:
         """An operand's fragments from shared memory, once a tile or with every key block."""
         transposed = tensor == "V"
         why = "Transposed on the way: the product's k extent runs over V's rows."
         return self.draw.fetch(f"r{tensor}", tensor, copy, (transposed, transposed), once, why)
+
+    def stage(self) -> Step:
+        """O from its accumulators to shared memory."""
+        rounded = "Divided by the row sums and rounded; two neighbouring columns at a time."
+        return self.draw.stage("O", self.kernel.copy_o(), "acc_O", rounded)
+
+    def store_part(self) -> Step:
+        """A part of O, of a block's share of the keys, to its slot."""
+        return store_part(self.frame, self.of["O"])
 
     def _block(self) -> tuple[Step, ...]:
         """The steps of one key block."""

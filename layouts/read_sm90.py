@@ -42,7 +42,7 @@ class ReaderSm90:
         self.warpgroup = make_warpgroup(kernel, self.smem, no_launch(1))
         self.of = self.operands()
         shared = {tile.id: tile for tile in self.tiles() if tile.space == "shared"}
-        self.draw = HopperSteps(self.frame, shared, self.problem.operands.qk_dtype)
+        self.draw = HopperSteps(self.frame, shared, self.problem.operands.product_dtype)
 
     def make_frame(self) -> Frame:
         """The block's tile and the consumer warpgroups."""

@@ -27,11 +27,12 @@ from cuteflash.problem import (
     Operation,
     Problem,
 )
-from cuteflash.traits import rows_few_sm90, rows_mla_e4m3, rows_mla_sm80, rows_mla_sm90
+from cuteflash.traits import rows_cache_sm80, rows_few_sm90, rows_mla_e4m3, rows_mla_sm80, rows_mla_sm90
 from cuteflash.traits.arch import ARCHS, Family, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
+from cuteflash.traits.cache_sm80 import FwdTraitsCacheSm80
 from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.few_sm90 import FwdTraitsFewSm90
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
@@ -43,7 +44,7 @@ from cuteflash.traits.mla_sm90 import MlaTraitsSm90
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from cuteflash.traits.tables import FEW_ROWS, RowSet, row_sets, tables_of
+from cuteflash.traits.tables import CACHE_MODULES, CACHE_ROWS, FEW_ROWS, RowSet, row_sets, tables_of
 
 from .banks import WARP, ways
 from .budget import budget
@@ -81,6 +82,7 @@ class Part(NamedTuple):
 
 PARTS: dict[type[Any], tuple[Part, ...]] = {
     FwdTraitsSm80: (Part("read_sm80", "ReaderSm80"),),
+    FwdTraitsCacheSm80: (Part("read_cache_sm80", "ReaderCacheSm80"),),
     FwdTraitsSm90: (Part("read_sm90", "ReaderSm90"),),
     FwdTraitsFp8Sm90: (Part("read_fp8_sm90", "ReaderFp8Sm90"),),
     FwdTraitsCacheSm90: (Part("read_cache_sm90", "ReaderCacheSm90"),),
@@ -143,7 +145,7 @@ def _search(operation: str) -> Iterator[ShippedRow]:
     if operation == MLA:
         yield from _latent_rows()
         return
-    for peers in (*row_sets(cast(Operation, operation)), *(_few_sets() if operation == "fwd" else ())):
+    for peers in (*row_sets(cast(Operation, operation)), *(_unswept_sets() if operation == "fwd" else ())):
         _, target, family = peers.table
         for row in peers.rows:
             for head_dim_v in _own_and_smaller(row.traits.head_dim_v):
@@ -159,11 +161,16 @@ def _search(operation: str) -> Iterator[ShippedRow]:
                     break
 
 
-def _few_sets() -> Iterator[RowSet]:
-    """Those of few query rows and e4m3 caches."""
+def _unswept_sets() -> Iterator[RowSet]:
+    """Those of e4m3 caches that no sweep knows: of few query rows, and of families whose every row is written by hand.
+
+    Targets that do not convert e4m3 run none of them.
+    """
     for table in tables_of("fwd"):
         if FEW_ROWS[table.family]:
             yield RowSet(table, (rows_few_sm90,), FEW_ROWS[table.family])
+        if not CACHE_MODULES[table.family]:
+            yield RowSet(table, (rows_cache_sm80,), CACHE_ROWS[table.family])
 
 
 def _latent_rows() -> Iterator[ShippedRow]:

@@ -160,7 +160,7 @@ class SoftmaxSteps:
 
     def _rounding(self) -> str:
         saturating = ".satfinite" if self.is_fp8 else ""
-        return f"cvt.rn{saturating}.{ptx_type(self.problem.operands.qk_dtype)}x2.f32"
+        return f"cvt.rn{saturating}.{ptx_type(self.problem.operands.product_dtype)}x2.f32"
 
     def _capped(self, instruction: str) -> str:
         return f"tanh.approx.f32, {instruction}" if self.problem.scores.softcap else instruction

@@ -112,7 +112,7 @@
     );
 
   function partWords({ id, tensor, spec, owned, stages, kind }) {
-    const prefix = id?.match(/^(acc|[gsr])_?d?[A-Z][rt]?(_stored|_part)?$/)?.[1];
+    const prefix = id?.match(/^(acc|[gsr])_?d?[A-Z][rt]?(_stored|_sorted|_part)?$/)?.[1];
     if (!prefix || kind === "grid") return null;
     const words = [`${TENSORS[tensor]}: ${PLACES[prefix]}.`];
     if (owned) words.push(`${spec.registers} registers of each thread.`);

@@ -98,6 +98,14 @@ def test_conversions_are_free_of_conflicts(name: str, tensor: str) -> None:
 
 
 @every_row
+def test_products_have_fp16_whatever_q_has(name: str) -> None:
+    scene = scene_of(name)
+    assert ROWS[name].problem.operands.qk_dtype == "bf16"
+    assert scene.step("convert_p").instruction == "cvt.rn.f16x2.f32"
+    assert all(scene.step(id).instruction.endswith(".f32.f16.f16") for id in ("wgmma_qk", "wgmma_pv"))
+
+
+@every_row
 def test_roles_are_those_of_the_kernel(name: str) -> None:
     scene, traits = scene_of(name), traits_of(ROWS[name])
     roles = scene.roles

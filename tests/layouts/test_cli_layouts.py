@@ -252,6 +252,15 @@ def test_a_row_that_splits_the_keys_of_an_8_bit_cache_is_asked_for_by_both() -> 
     assert {"sK_stored", "gO_part"} <= {tile["id"] for tile in scene["tiles"]}
 
 
+@pytest.mark.parametrize("where", [("sm_89",), ("sm_120",), ("sm_90a", "--family", "sm80")], ids=" ".join)
+def test_an_8_bit_cache_is_drawn_wherever_it_is_converted(where: tuple[str, ...]) -> None:
+    result = call("--arch", *where, "--head-dim", "192", "--head-dim-v", "128", "--e4m3-cache", "--format", "json")
+    assert result.exit_code == 0, result.output
+    scene = json.loads(result.stdout)
+    assert scene["id"] == f"{where[0]}-sm80-192x128-full-bf16-e4m3_cache"
+    assert [tile["id"] for tile in scene["tiles"] if tile["element_bytes"] == 1] == ["gK", "gV", "sK", "sV"]
+
+
 @pytest.mark.parametrize(
     ("query_rows", "drawn"), [("5", "8-rows"), ("16", "16-rows"), ("17", "32-rows"), ("33", "e4m3_cache")]
 )

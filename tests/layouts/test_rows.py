@@ -13,6 +13,7 @@ import pytest
 
 from cuteflash.dispatch import Choice, choose_shipped
 from cuteflash.problem import FwdProblem
+from cuteflash.traits.cache_sm80 import FwdTraitsCacheSm80
 from cuteflash.traits.few_sm90 import FwdTraitsFewSm90
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, Traits
 from cuteflash.traits.sm80 import FwdTraitsSm80
@@ -21,7 +22,7 @@ from cuteflash.traits.tables import row_sets
 from layouts.dsl import context
 from layouts.rows import KERNELS_OWN, ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
 from layouts.scene import AXES, Fragment, Scene, Step
-from tests import test_e4m3_cache, test_split, test_tables
+from tests import test_e4m3_cache, test_e4m3_cache_sm80, test_split, test_tables
 from tests.cross_compile import KernelStore
 from tests.layouts.drawings import WARPGROUP, by_issuer, descriptors_in, descriptors_of, elements
 from tests.layouts.dsl_oracle import copied_by, owned_by, smem_offsets
@@ -43,14 +44,19 @@ ROWS = {name_of(row): row for row in shipped_rows() if not isinstance(row.choice
 COMPILED: dict[Traits, tuple[str, FwdProblem]] = {
     **{traits: (target, problem) for target, traits, problem in test_split.kernels()},
     **{traits: ("sm_90a", problem) for traits, problem in test_e4m3_cache.kernels(hard=True).items()},
+    **{traits: (target, problem) for target, traits, problem in test_e4m3_cache_sm80.kernels()},
     **{
         case.traits: (case.target, case.problem)
         for case in test_tables.compiled_rows()[::-1]
         if isinstance(case.problem, FwdProblem)
     },
 }
-# sm_89 and sm_120 share sm_86's table: what follows from the traits alone is the same.
-DISTINCT = [name for name, row in ROWS.items() if row.target not in ("sm_89", "sm_120")]
+# What follows from the traits alone is the same on all targets: sm_89 and sm_120 share sm_86's table, and sm_120 has
+# sm_89's rows of e4m3 caches.
+IN_BYTES = {name for name, row in ROWS.items() if isinstance(row.choice.traits, FwdTraitsCacheSm80)}
+DISTINCT = [
+    name for name, row in ROWS.items() if row.target not in (("sm_120",) if name in IN_BYTES else ("sm_89", "sm_120"))
+]
 
 
 def first_of_their_kind() -> list[str]:
@@ -68,10 +74,15 @@ def first_of_their_kind() -> list[str]:
 
 HOPPER = [name for name in DISTINCT if "-sm90-" in name]
 QUICK = first_of_their_kind()
-# Of the rows whose kernels nobody else compiles, every fourth, and those with something new.
+# Of the rows whose kernels nobody else compiles, every fourth, and those with something new; every fourth of bytes.
 ALONE = [name for name in DISTINCT if ROWS[name].choice.traits not in COMPILED and name not in QUICK]
-WITH_KERNELS = [name for name in DISTINCT if name not in ALONE or name in ALONE[::4]]
+FEWER = ALONE, [name for name in DISTINCT if name in IN_BYTES]
+WITH_KERNELS = [name for name in DISTINCT if all(name not in of or name in of[::4] for of in FEWER)]
 distinct_rows = pytest.mark.parametrize("name", slow_but(DISTINCT, *QUICK))
+# Operands made of pairs of bytes are no partitions of the DSL, and come by eight bytes a lane: see
+# test_cache_rows_sm80.py.
+PARTITIONED = [name for name in DISTINCT if name not in IN_BYTES]
+partitioned_rows = pytest.mark.parametrize("name", slow_but(PARTITIONED, *(set(QUICK) - IN_BYTES)))
 hopper_rows = pytest.mark.parametrize("name", slow_but(HOPPER, *(name for name in QUICK if name in HOPPER)))
 
 
@@ -127,8 +138,8 @@ def test_shared_addresses_are_the_dsls(name: str, tensor: str) -> None:
         assert "sO" not in {tile.id for tile in scene.tiles}  # it goes from registers to memory
         return
     tile = scene.tile(f"s{tensor.upper()}")
-    if tile.element_bytes == 1 and tensor == "v":
-        return  # V^T, see test_fp8_rows.py
+    if tile.element_bytes == 1 and (tensor == "v" or name in IN_BYTES):
+        return  # V^T, see test_fp8_rows.py; pairs of bytes, see test_cache_rows_sm80.py
     expected = smem_offsets(kernel_of(row), row.target, tensor, tile.element_bytes)
     drawn = tile.offsets() * tile.element_bytes
     if row.family == "sm90" and tensor in "qo":  # the kernel counts (row, col, warpgroup, stage), the drawing all rows
@@ -142,7 +153,8 @@ def test_shared_addresses_are_the_dsls(name: str, tensor: str) -> None:
 def test_live_tiles_do_not_overlap_and_fill_the_plan(name: str) -> None:
     scene = scene_of(name)
     for tile in (tile for tile in scene.tiles if tile.space == "shared"):
-        (region,) = (region for region in scene.budget["smem"]["regions"] if region["id"] == tile.id)
+        place = tile.id.removesuffix("_sorted")  # a tile that is put back has the place it came from
+        (region,) = (region for region in scene.budget["smem"]["regions"] if region["id"] == place)
         assert (region["start"], region["bytes"]) == (tile.base, tile.layout.size() * tile.element_bytes)
         assert tile.base % 1024 == 0  # the swizzle's period: the drawn XOR of offsets is that of addresses
         assert tile.offsets().max() + 1 == tile.layout.size()
@@ -178,7 +190,7 @@ def consumers_of(row: ShippedRow) -> tuple[int, int, int]:
     return 1, 1, traits.num_threads
 
 
-@distinct_rows
+@partitioned_rows
 def test_fragments_are_the_dsls_partitions(name: str) -> None:
     row, scene = ROWS[name], scene_of(name)
     groups, sharing, of_group = consumers_of(row)
@@ -204,7 +216,7 @@ def test_fragments_are_the_dsls_partitions(name: str) -> None:
                     assert np.array_equal(owned[:, thread], expected)
 
 
-@distinct_rows
+@partitioned_rows
 def test_copies_are_the_dsls_partitions(name: str) -> None:
     row, scene = ROWS[name], scene_of(name)
     groups, _, of_group = consumers_of(row)
@@ -287,7 +299,7 @@ def test_p_stays_with_the_threads_that_hold_s(name: str) -> None:
     assert np.array_equal(owners(scene.fragment("acc_S")), owners(scene.fragment("rP")))
 
 
-@distinct_rows
+@partitioned_rows
 def test_no_shipped_row_has_a_conflict_and_every_one_would_without_its_swizzle(name: str) -> None:
     scene = scene_of(name)
     # Matrices of V that are every other column; Q that is made into fp16, two lanes a row, once a tile.
