@@ -36,6 +36,23 @@ Chunk = tuple[tuple[int, ...], Int32]
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """What a thread has of a block's part of a tile.
+
+    Attributes:
+        scores: for the rows of its elements.
+        out: its elements of O, normalized, as (rows, columns).
+        chunks: where those of a row belong in a row of partial results.
+        lse: of its rows.
+    """
+
+    scores: ScoreTile
+    out: cute.Tensor
+    chunks: cutlass.Constexpr[list[Chunk]]
+    lse: cute.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
 class LatentParts(Partials):
     """The partial results of a launch, of every 16 columns in the order of `columns_at`.
 
@@ -64,10 +81,7 @@ class LatentParts(Partials):
     @cute.jit
     def finish(
         self,
-        scores: ScoreTile,
-        out: cute.Tensor,
-        chunks: cutlass.Constexpr[list[Chunk]],
-        lse: cute.Tensor,
+        part: Part,
         tile: QueryTile,
         threads: tuple[Int32, cutlass.Constexpr[int], cutlass.Constexpr[Callable[[], None]]],
         write_whole: cutlass.Constexpr[Callable[[], None]],
@@ -75,22 +89,20 @@ class LatentParts(Partials):
         """Bring a block's part of a tile together with the others. All threads with some of the part call it.
 
         Args:
-            scores: for the rows of this thread's elements.
-            out: its elements of O, normalized, as (rows, columns).
-            chunks: where those of a row belong in a row of partial results.
-            lse: of its rows.
+            part: what this thread has of it.
+            tile: which tile it is.
             threads: this one's number, how many warps they are, and their barrier.
-            write_whole: writes `out` and `lse` as those of all keys.
+            write_whole: writes O and the log-sum-exps of `part` as those of all keys.
         """
         thread, warps, sync = threads
         share = tile.share
         joins = (share.seat == share.owner) & (share.last_owner == share.owner + 1)
         if share.is_whole() | joins:
             if joins:
-                self.join(scores, out, chunks, lse, tile, (thread, sync))
+                self.join(part, tile, (thread, sync))
             write_whole()
         else:  # O is not needed any more when parts are merged
-            self.write_chunks(scores, out, chunks, lse, tile)
+            self.write_chunks(part, tile)
             if share.seat == share.last_owner:
                 self.announce(tile, thread, sync)
             elif self.meet(tile, thread, sync):
@@ -100,26 +112,23 @@ class LatentParts(Partials):
     @cute.jit
     def write_chunks(
         self,
-        scores: ScoreTile,
-        out: cute.Tensor,
-        chunks: cutlass.Constexpr[list[Chunk]],
-        lse: cute.Tensor,
+        part: Part,
         tile: QueryTile,
     ):
-        """Write a block's part of a tile; arguments as of `finish`."""
+        """Write a block's part of a tile."""
         slot = slot_of(tile.share.seat, Int32(tile.share.owner == tile.share.seat))
         rows = tile.rows()
-        for r in cutlass.range_constexpr(cute.size(lse)):
-            row = scores.row(r)
+        for r in cutlass.range_constexpr(cute.size(part.lse)):
+            row = part.scores.row(r)
             if row < rows:
                 line = self.row(slot, row)
-                for numbers, start in chunks:
+                for numbers, start in part.chunks:
                     chunk = cute.make_rmem_tensor(len(numbers), Float32)
                     for i, number in enumerate(numbers):
-                        chunk[i] = out[r, number]
+                        chunk[i] = part.out[r, number]
                     copy_chunk(chunk, chunk_of(line, start, len(numbers)))
-                if scores.first_key == 0:
-                    self.values[self.lse_at(slot, row)] = lse[r]
+                if part.scores.first_key == 0:
+                    self.values[self.lse_at(slot, row)] = part.lse[r]
 
     @cute.jit
     def announce(self, tile: QueryTile, thread: Int32, sync: cutlass.Constexpr[Callable[[], None]]):
@@ -131,15 +140,13 @@ class LatentParts(Partials):
     @cute.jit
     def join(
         self,
-        scores: ScoreTile,
-        out: cute.Tensor,
-        chunks: cutlass.Constexpr[list[Chunk]],
-        lse: cute.Tensor,
+        part: Part,
         tile: QueryTile,
         threads: tuple[Int32, cutlass.Constexpr[Callable[[], None]]],
     ):
         """Add the second part of a tile with two of them to the first one, which this block has; see `finish`."""
         thread, sync = threads
+        scores, out, chunks, lse = part.scores, part.out, part.chunks, part.lse
         owner = tile.share.owner
         if thread == 0:
             counter = self.arrivals.iterator + owner

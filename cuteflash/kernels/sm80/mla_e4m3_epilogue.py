@@ -15,7 +15,7 @@ from cutlass import Float32, Uint32, const_expr
 from cuteflash.core.convert import round_pair
 from cuteflash.core.finish import write_lse
 from cuteflash.core.tile import QueryTile
-from cuteflash.kernels.common.mla_parts import PAIR, QUAD, Chunk, chunk_of, copy_chunk
+from cuteflash.kernels.common.mla_parts import PAIR, QUAD, Chunk, Part, chunk_of, copy_chunk
 from cuteflash.kernels.sm80.mla_bundles import MlaBlock
 from cuteflash.kernels.sm80.mla_decode_epilogue import normalize
 from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Fragments
@@ -38,7 +38,7 @@ def finish(kernel: cutlass.Constexpr, block: MlaBlock, f: E4m3Fragments, tile: Q
     else:
         threads = f.thread, kernel.traits.num_warps, cute.arch.sync_threads
         whole = functools.partial(write_whole, kernel, block, f, tile, lse)
-        block.parts.finish(f.out, values, pairs_of(kernel, f), lse, tile, threads, whole)
+        block.parts.finish(Part(f.out, values, pairs_of(kernel, f), lse), tile, threads, whole)
 
 
 def pairs_of(kernel, f: E4m3Fragments) -> list[Chunk]:

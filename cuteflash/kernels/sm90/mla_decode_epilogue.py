@@ -14,7 +14,7 @@ from cuteflash.core.softmax import quad_sum, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
 from cuteflash.kernels.common.mla_output import end_of_row, write_rows
-from cuteflash.kernels.common.mla_parts import WARP, quads_of
+from cuteflash.kernels.common.mla_parts import WARP, Part, quads_of
 from cuteflash.kernels.sm90.mla_decode_bundles import LAST_SLAB, MlaBarrier, MlaBlock
 from cuteflash.kernels.sm90.mla_decode_half import ROWS, Half
 from cuteflash.traits.mla_sm90 import CONSUMERS, LATENT_DIM_V, WGMMA_M
@@ -40,7 +40,7 @@ def finish(block: MlaBlock, half: Half, tile: QueryTile):
     else:
         threads = half.who * WARPGROUP + half.thread, CONSUMERS * WARPGROUP // WARP, sync_both
         whole = functools.partial(write_whole, block, half, columns, tile, lse)
-        block.parts.finish(half.scores, half.out, quads_of(columns), lse, tile, threads, whole)
+        block.parts.finish(Part(half.scores, half.out, quads_of(columns), lse), tile, threads, whole)
 
 
 @cute.jit
