@@ -184,8 +184,7 @@ def choose_mla(problem: MlaProblem, rows: int, target: str, family: Family | Non
         ValueError: no such target or family.
         NotImplementedError: the target does not run the family, or no row of it.
     """
-    family = family or ("sm80" if problem.is_e4m3 else None)
-    key = table_key(problem.operation, target, family, "decode", rows)
+    key = table_key(problem.operation, target, family or ("sm80" if problem.is_e4m3 else None), "decode", rows)
     return cast(MlaTraits, _choose(problem, key, "decode", usertable.load(key), rows).traits)
 
 
@@ -207,11 +206,7 @@ def check_family(target: str, family: Family | None) -> None:
 
 
 def table_key(
-    operation: AnyOperation,
-    target: str,
-    family: Family | None,
-    lengths: LengthClass,
-    query_rows: int,
+    operation: AnyOperation, target: str, family: Family | None, lengths: LengthClass, query_rows: int
 ) -> TableKey:
     """The table of an operation on a target; `family` None is the best for these lengths and query rows.
 

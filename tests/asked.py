@@ -113,20 +113,17 @@ def find(files: Sequence[str], jobs: int) -> list[Kernel]:
 
 
 def compile_one(kernel: Kernel) -> str | None:
-    """Compile a kernel into the cache; in words what it spills."""
+    """Compile a kernel into the cache; in words what ptxas complains of."""
     from cuteflash.compile import build
 
     report = build(*kernel)
-    used = report.resources
-    if not (used.stack_bytes or used.spill_store_bytes or used.spill_load_bytes):
-        return None
     kernel_cls, traits, problem, target = kernel
-    stored, loaded = used.spill_store_bytes, used.spill_load_bytes
-    return f"{kernel_cls.__name__} for {target} spills {stored} + {loaded} bytes: {traits}, {problem}"
+    words = "; ".join(report.complaints)
+    return f"{kernel_cls.__name__} for {target}: {words}: {traits}, {problem}" if words else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Find, compile, list what spills; 1 if a kernel could not be compiled."""
+    """Find, compile, list complaints; 1 if a kernel could not be compiled."""
     parser = argparse.ArgumentParser(prog="python -m tests.asked", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cache", type=pathlib.Path, help="folder of the kernel cache")
     parser.add_argument("files", nargs="*", help="test files; by default those of tests/gpu but for some")
@@ -137,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{len(kernels)} kernels")
     options.cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ["CUTEFLASH_CACHE_DIR"] = str(options.cache.resolve())
-    failed = spilling = 0
+    failed = slow = 0
     with concurrent.futures.ProcessPoolExecutor(options.jobs) as pool:
         for future in [pool.submit(compile_one, kernel) for kernel in kernels]:
             try:
@@ -147,9 +144,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"failed: {failure}")
                 continue
             if words is not None:
-                spilling += 1
+                slow += 1
                 print(words)
-    print(f"{len(kernels) - failed} compiled, {spilling} of them spill, {failed} failed")
+    print(f"{len(kernels) - failed} compiled, of {slow} ptxas complains, {failed} failed")
     return 1 if failed else 0
 
 

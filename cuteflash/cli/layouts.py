@@ -50,7 +50,7 @@ Dtype = Annotated[
 ]
 TransposedV = Annotated[bool, typer.Option("--transposed-v", help="V of 8 bits is given as V^T, not as its rows.")]
 Split = Annotated[bool, typer.Option("--split", help="Of a forward: a row that splits keys, as decoding does.")]
-E4m3Cache = Annotated[bool, typer.Option("--e4m3-cache", help="Of a forward on Hopper, of mla: a row of e4m3 caches.")]
+E4m3Cache = Annotated[bool, typer.Option("--e4m3-cache", help="Of a forward, of mla: a row of e4m3 caches.")]
 QueryRows = Annotated[
     int | None,
     typer.Option(min=1, help="Of a forward: query rows of a tile, if they are few; default: as many as a tile has."),

@@ -205,7 +205,7 @@ class RotatedHeads:
         return Mixer.of(tile, self.problem.dtype, self.problem.hadamard, self.traits, memory)
 
     def again(self, span: Span, tile: MixedTile, step: Int32) -> MixedTile:
-        """The same tile; of packed sequences found once more: to keep what follows from it would take registers."""
+        """The same tile, found once more: to keep what follows from it would take registers."""
         return dataclasses.replace(self.tile(span, thread_again(step)), first=tile.first)
 
     def again_held(self, span: Span, held: Held, step: Int32) -> Held:
