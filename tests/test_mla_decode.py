@@ -17,6 +17,7 @@ from cuteflash.kernels.common.mla_parts import LatentParts, columns_at
 from cuteflash.kernels.sm90.mla_decode import FlashMlaDecodeSm90
 from cuteflash.kernels.sm90.mla_decode_bundles import BOTH_PAGES, FIRST_PAGE, READERS, parity
 from cuteflash.kernels.sm90.mla_decode_load import parts_from
+from cuteflash.kernels.sm90.mla_decode_parts import LINES_OF_ROW, PAGES_START, ROWS_IN_Q, STAGED, WARP
 from cuteflash.mla_planning import PART_COST, CudaMlaDecode, Shares, check_served, row_strides
 from cuteflash.mla_problem import MlaProblem
 from cuteflash.traits.arch import ARCHS, get_arch
@@ -41,17 +42,17 @@ def test_kernels_neither_spill_nor_serialise_their_products(kernels: KernelStore
     assert isinstance(traits, MlaTraitsSm90)
     compiled = kernels(FlashMlaDecodeSm90, traits, problem, "sm_90a")
     compiled.assert_clean()
-    # Columns of K in steps of 16, and keys of V for each half of a warpgroup's columns: once for a pair of pages, and
-    # once for the last page of an odd number.
-    pairs = {"QK": 2 * 36, "PV": 4 * 8}
-    last = {"QK": 36, "PV": 2 * 8}
-    assert compiled.count("HGMMA.64x64x16") == pairs["QK"] + last["QK"]
-    assert compiled.count("HGMMA.64x128x16") == pairs["PV"] + last["PV"]
+    # Columns of K in steps of 16, of each warpgroup's page. Keys of V for each half of a warpgroup's columns: of either
+    # page, and by the second warpgroup once more for the last page of an odd number.
+    assert compiled.count("HGMMA.64x64x16") == 2 * 36
+    assert compiled.count("HGMMA.64x128x16") == (4 + 1) * 8
     assert compiled.count("UTMALDG.3D")
     assert compiled.count("UTMAPF.L2.3D")
-    # Stores of 16 bytes, at least (code around shuffles may be there twice): of two warpgroups 16 for the half of a
-    # tile that 128 threads have, 64 x 256; of parts, which are fp32, twice as many.
-    assert compiled.count(r"STG\.E\.128") >= 2 * 16 * (3 if problem.is_split else 1)
+    # Stores of 16 bytes, at least (code around shuffles may be there twice), by the one code of both warpgroups: 16 for
+    # the half of a tile that 128 threads have, 64 x 256; of parts, which are fp32, twice as many.
+    assert compiled.count(r"STG\.E\.128") >= 16 * (3 if problem.is_split else 1)
+    # Parts to merge, their rows' log-sum-exps and lines; of a second part likewise, and its rows in two turns.
+    assert compiled.count("UBLKCP") == (5 if problem.is_split else 0)
     assert not compiled.count(r"STG\.E\.64")
     before, _ = compiled.ptx.split("griddepcontrol.wait", 1)  # lengths and page table are asked for
     assert before.count("prefetch.global.L2") == 1 + problem.is_paged
@@ -75,6 +76,19 @@ def test_shared_memory_is_planned_without_overlaps() -> None:
     assert plan["p1"].end == plan["q"].end and plan["p1"].nbytes == plan["p0"].nbytes == 64 * 64 * 2
     assert HELD_REGS == 128 + 32 + 16 + 16
     assert traits.barriers * 8 <= plan["statistics"].start
+
+
+@pytest.mark.parametrize("rows", [*range(1, 65)])
+def test_what_a_block_merges_fits_where_q_and_pages_were(rows: int) -> None:
+    plan = MlaTraitsSm90().smem_plan
+    room = plan["p0"].end - plan["q"].start
+    for parts in range(3, WARP + 1):  # a share of each part's lines of 512 bytes, and 64 log-sum-exps
+        lines = -(-rows * LINES_OF_ROW // min(parts - 1, rows * LINES_OF_ROW))
+        assert parts * (lines * 512 + 256) <= STAGED * 4 <= room
+    # Of two parts the rows of the second one: those that lie where Q was spare its last columns, which P takes.
+    assert plan["p1"].start - plan["q"].start >= 256 + ROWS_IN_Q * 2048
+    assert plan["pages"].nbytes // 2 >= (64 - ROWS_IN_Q) * 2048
+    assert plan["pages"].start - plan["q"].start == PAGES_START * 4
 
 
 @pytest.mark.parametrize(

@@ -348,14 +348,14 @@ def test_rows_of_latents_come_back_from_the_users_table(own_tables: OwnTables) -
     assert usertable.remove() == [path] and choose_mla(LATENT, 64, "sm_90a") != OTHER
 
 
-def test_up_to_32_rows_of_latents_are_the_sm80_familys_on_hopper(own_tables: OwnTables) -> None:
+def test_up_to_16_rows_of_latents_are_the_sm80_familys_on_hopper(own_tables: OwnTables) -> None:
     """Its table of the user's is the one that counts for them, too."""
     usertable.write(MLA90, [MEASURED(Row(OTHER, ("full",), lengths=("decode",)))])
-    found = [choose_mla(LATENT, rows, "sm_90a") for rows in (1, 32, 33)]
+    found = [choose_mla(LATENT, rows, "sm_90a") for rows in (1, 16, 17)]
     assert [traits.family for traits in found] == ["sm80", "sm80", "sm90"] and found[2] == OTHER
     own = MlaTraitsSm80(16, 32, num_warps=4, q_kept=14, chains=2, early_launch=True)
     usertable.write(TableKey("mla", "sm_90a", "sm80"), [MEASURED(Row(own, ("full",), lengths=("decode",)))])
-    assert [choose_mla(LATENT, rows, "sm_90a") for rows in (1, 32, 33)] == [own, own, OTHER]
+    assert [choose_mla(LATENT, rows, "sm_90a") for rows in (1, 16, 17)] == [own, own, OTHER]
 
 
 def test_a_users_row_of_latents_takes_the_sequences_that_it_holds(own_tables: OwnTables) -> None:

@@ -99,7 +99,7 @@ def tma_partition(atom: cute.CopyAtom, tiles: cute.Tensor, boxes: cute.Tensor) -
     )
 
 
-def bulk_load(target: cute.Pointer, source: cute.Pointer, nbytes: int, barrier: cute.Pointer) -> None:
+def bulk_load(target: cute.Pointer, source: cute.Pointer, nbytes: int | Int32, barrier: cute.Pointer) -> None:
     """Global to shared memory without a descriptor, by one thread; 16-byte aligned. `barrier` counts the bytes."""
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",

@@ -51,7 +51,7 @@ class MlaTraitsSm90:
     head_dim: ClassVar[int] = LATENT_DIM
     head_dim_v: ClassVar[int] = LATENT_DIM_V
     blocks_per_sm: ClassVar[int] = 1
-    tile_cost: ClassVar[int] = 1  # pages that are read in the time that a block takes between two tiles
+    tile_cost: ClassVar[int] = 2  # pages that are read in the time that a block takes between two tiles
     num_threads: ClassVar[int] = (1 + CONSUMERS) * WARPGROUP
 
     groups: tuple[int, ...] = (1, 2, 2, 2, 2)
@@ -72,8 +72,8 @@ class MlaTraitsSm90:
 
     @property
     def barriers(self) -> int:
-        """mbarriers: both parts of Q full and empty; of each page its groups full, and its parts empty."""
-        return 4 + CONSUMERS * (len(self.groups) + PARTS)
+        """mbarriers: both parts of Q full and empty; of each page its groups full, its parts empty; parts to merge."""
+        return 5 + CONSUMERS * (len(self.groups) + PARTS)
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:

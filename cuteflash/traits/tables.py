@@ -81,9 +81,8 @@ MODULES: dict[TableKey, tuple[ModuleType, ...]] = {
 # target's: (operation, target, lengths).
 BEST_FAMILIES: dict[tuple[AnyOperation, str, LengthClass], tuple[Family, int]] = {
     ("bwd", "sm_90a", "tiny"): ("sm80", UNBOUNDED),  # a block of the sm90 family has a multiprocessor to itself
-    # A tile of the sm90 family has 64 rows. Half full it reads long sequences 3 % faster, but takes longer to begin and
-    # to end.
-    ("mla", "sm_90a", "decode"): ("sm80", 32),
+    # A tile of the sm90 family has 64 rows, and takes longer to begin and to end: worth it if a third of it is full.
+    ("mla", "sm_90a", "decode"): ("sm80", 16),
 }
 TABLES: dict[TableKey, tuple[Row, ...]] = {
     table: tuple(row for module in modules for row in module.ROWS) for table, modules in MODULES.items()

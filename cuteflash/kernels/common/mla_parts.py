@@ -13,14 +13,14 @@ from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import CopyUniversalOp
 
 from cuteflash.core.convert import round_pair
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import LN_2, LOG2_E, exp2
 from cuteflash.core.split_slots import slot_of
-from cuteflash.core.tile import QueryTile
+from cuteflash.core.tile import KeyShare, QueryTile
 from cuteflash.core.views import aligned
 from cuteflash.kernels.common.partials import Partials
 from cuteflash.mla_problem import LATENT_DIM_V, MlaTensors
@@ -96,9 +96,8 @@ class LatentParts(Partials):
         """
         thread, warps, sync = threads
         share = tile.share
-        joins = (share.seat == share.owner) & (share.last_owner == share.owner + 1)
-        if share.is_whole() | joins:
-            if joins:
+        if share.is_whole() | joins(share):
+            if joins(share):
                 self.join(part, tile, (thread, sync))
             write_whole()
         else:  # O is not needed any more when parts are merged
@@ -176,6 +175,11 @@ class LatentParts(Partials):
             values = (acc[PAIR * pair + i] for i in range(PAIR))
             cute.recast_tensor(rounded, Uint32)[0] = round_pair(*values, line.element_type)
             copy_chunk(rounded, chunk_of(line, start, PAIR))
+
+
+def joins(share: KeyShare) -> Boolean:
+    """Whether the block with this part of a tile adds the other one to it."""
+    return (share.seat == share.owner) & (share.last_owner == share.owner + 1)
 
 
 def weighed(lse: Float32, other: Float32) -> tuple[Float32, Float32, Float32]:

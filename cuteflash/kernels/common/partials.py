@@ -233,6 +233,10 @@ class Partials:
         """Lines of a tile."""
         return tile.rows() * self.lines_of_row
 
+    def last_line(self, tile: QueryTile) -> Int32:
+        """The last line of a tile that may be merged here."""
+        return self.lines(tile) - 1
+
     @property
     def lane_groups(self) -> int:
         """Groups of a warp's lanes that have all columns of a line, each of other parts."""
@@ -265,7 +269,7 @@ class Partials:
         lane, groups, of_row = cute.arch.lane_idx(), self.lane_groups, self.lines_of_row
         group, lane_column = lane // (WARP // groups), QUAD * (lane % (WARP // groups))
         first_line, step = place
-        last = self.lines(tile) - 1
+        last = self.last_line(tile)
         lines = [cutlass.min(first_line + i * step, last) for i in range(many)]
         rows, columns = [line // of_row for line in lines], [line % of_row * (QUAD * WARP) for line in lines]
         places = [(row, cutlass.min(column + lane_column, self.columns - QUAD)) for row, column in zip(rows, columns)]

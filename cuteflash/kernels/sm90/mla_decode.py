@@ -9,8 +9,8 @@ trade P and the maxima of rows through shared memory (`mla_decode_mma.py`). Of t
 keys take nearly all: a page arrives in groups of columns, and each part of it is refilled as soon as it was read.
 
 The query tiles of a sequence are computed side by side, so that they find its pages in L2. Keys of all sequences are
-shared between the blocks (`cuteflash.core.split`), which merge what they computed of a tile (`mla_parts.py`). Not here:
-other widths, pages that are not a multiple of 64 rows, 8-bit caches, gradients.
+shared between the blocks (`cuteflash.core.split`), which merge what they computed of a tile (`mla_parts.py`,
+`mla_decode_parts.py`). Not here: other widths, pages that are not a multiple of 64 rows, 8-bit caches, gradients.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from cuteflash.kernels.common.mla_parts import LatentParts
 from cuteflash.kernels.sm90.mla_decode_bundles import MlaBlock, MlaRings, MlaTiles, MlaTma
 from cuteflash.kernels.sm90.mla_decode_load import load
 from cuteflash.kernels.sm90.mla_decode_mma import consume
+from cuteflash.kernels.sm90.mla_decode_parts import StagedParts
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, MlaProblem, MlaScalars, MlaTensors
 from cuteflash.traits.mla_sm90 import CONSUMERS, PART_SLABS, SLAB, SLABS, SWIZZLE_ALIGN, WGMMA_M, MlaTraitsSm90
 from cuteflash.traits.sm90 import WARPGROUP
@@ -155,6 +156,8 @@ class FlashMlaDecodeSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
         rings = MlaRings.create(cute.recast_ptr(base + plan["barriers"].start, dtype=Int64), len(traits.groups))
+        if const_expr(parts is not None):
+            parts = StagedParts.of_block(parts, base + plan["q"].start, rings.merged)
         block = MlaBlock(tma, self.make_tiles(base), rings, launch, gO, pages, mLSE, parts)
         if warp == 0:
             for atom in (tma.load_q, tma.load_k):
@@ -172,9 +175,6 @@ class FlashMlaDecodeSm90:
             cute.arch.setmaxregister_decrease(traits.producer_regs)
             if warp == 0:
                 load(self, block)
-        elif warp < 2 * WARPGROUP // 32:
-            cute.arch.setmaxregister_increase(traits.mma_regs)
-            consume(self, block, 0)
         else:
             cute.arch.setmaxregister_increase(traits.mma_regs)
-            consume(self, block, 1)
+            consume(self, block)

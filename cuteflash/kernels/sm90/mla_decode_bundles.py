@@ -11,7 +11,7 @@ from cutlass import Int32
 
 from cuteflash.atoms.barriers import arrive, wait_phase
 from cuteflash.core.latent import LatentLaunch, LatentPages
-from cuteflash.kernels.common.mla_parts import LatentParts
+from cuteflash.kernels.sm90.mla_decode_parts import StagedParts
 from cuteflash.traits.mla_sm90 import PARTS
 
 SLABS_BUT_LAST, LAST_SLAB = 0, 1  # parts of Q
@@ -71,6 +71,7 @@ class MlaRings:
         q_full, q_empty: of Q, first of all slabs but the last one, then of that one.
         full: of each page its groups of slabs.
         empty: of each page its parts.
+        merged: of what other blocks have of a tile, see `mla_decode_parts.py`.
         groups: groups of slabs of a page.
     """
 
@@ -78,18 +79,22 @@ class MlaRings:
     q_empty: cute.Pointer
     full: cute.Pointer
     empty: cute.Pointer
+    merged: cute.Pointer
     groups: cutlass.Constexpr[int]
 
     @classmethod
     def create(cls, barriers: cute.Pointer, groups: int) -> MlaRings:
         """Over mbarriers at `barriers`, as many as the traits count."""
-        return cls(barriers, barriers + 2, barriers + 4, barriers + 4 + 2 * groups, groups)
+        full = barriers + 4
+        empty = full + 2 * groups
+        return cls(barriers, barriers + 2, full, empty, empty + 2 * PARTS, groups)
 
     def init(self) -> None:
         """Initialise the mbarriers; one thread of the block calls it, a fence and a block barrier follow."""
         for part in (SLABS_BUT_LAST, LAST_SLAB):
             cute.arch.mbarrier_init(self.q_full + part, 1)
             cute.arch.mbarrier_init(self.q_empty + part, 2 * CONSUMER_WARPS)
+        cute.arch.mbarrier_init(self.merged, 1)
         for i in range(2 * self.groups):
             cute.arch.mbarrier_init(self.full + i, 1)
         for page, halves in enumerate(READERS):
@@ -122,4 +127,4 @@ class MlaBlock:
     gO: cute.Tensor  # (rows, 512, batch)
     pages: LatentPages
     mLSE: cute.Tensor  # (batch, 1, (heads, tokens))
-    parts: LatentParts | None  # of split keys
+    parts: StagedParts | None  # of split keys

@@ -6,10 +6,11 @@ import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from cuteflash.atoms.barriers import arrive
 from cuteflash.core.finish import write_lse
+from cuteflash.core.scores import computed_here
 from cuteflash.core.softmax import quad_sum, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
@@ -27,30 +28,34 @@ sync_both = functools.partial(cute.arch.barrier, barrier_id=MlaBarrier.BOTH, num
 def finish(block: MlaBlock, half: Half, tile: QueryTile):
     """Write O and the log-sum-exp of a tile, or of a block's share of its keys, together with those of other blocks.
 
+    `half` is either warpgroup's: only what this thread holds in registers is used of it.
+
     The last slab of Q is released, as nobody reads P in its place any more.
     """
     arrive(block.rings.q_empty + LAST_SLAB)
+    thread = computed_here(cute.arch.thread_idx()[0] - WARPGROUP)  # kept across a tile, what follows took registers
+    who = thread // WARPGROUP
     lse = cute.make_rmem_tensor(ROWS, Float32)
-    normalize(block, half, lse)
+    normalize(block, half, who, lse)
     columns = cute.make_identity_tensor((WGMMA_M, LATENT_DIM_V))
-    columns = cute.local_tile(columns, (WGMMA_M, LATENT_DIM_V // CONSUMERS), (0, half.who))
-    columns = rows_view(half.mma_own.get_slice(half.thread).partition_C(columns))
+    columns = cute.local_tile(columns, (WGMMA_M, LATENT_DIM_V // CONSUMERS), (0, who))
+    columns = rows_view(half.mma_own.get_slice(thread % WARPGROUP).partition_C(columns))
     if const_expr(block.parts is None):
-        write_whole(block, half, columns, tile, lse)
+        write_whole(block, half, who, columns, tile, lse)
     else:
-        threads = half.who * WARPGROUP + half.thread, CONSUMERS * WARPGROUP // WARP, sync_both
-        whole = functools.partial(write_whole, block, half, columns, tile, lse)
+        threads = thread, CONSUMERS * WARPGROUP // WARP, sync_both
+        whole = functools.partial(write_whole, block, half, who, columns, tile, lse)
         block.parts.finish(Part(half.scores, half.out, quads_of(columns), lse), tile, threads, whole)
 
 
 @cute.jit
-def normalize(block: MlaBlock, half: Half, lse: cute.Tensor):
+def normalize(block: MlaBlock, half: Half, who: Int32, lse: cute.Tensor):
     """Divide O by the sums of both warpgroups; `lse` gets the log-sum-exp, of a row without a key -inf (and O is 0)."""
     sums = block.tiles.sums
     for r in cutlass.range_constexpr(ROWS):
         half.row_sum[r] = quad_sum(half.row_sum[r])
         if half.scores.first_key == 0:
-            sums[half.scores.row(r), half.who] = half.row_sum[r]
+            sums[half.scores.row(r), who] = half.row_sum[r]
     sync_both()
     scale = cute.make_rmem_tensor(ROWS, Float32)
     for r in cutlass.range_constexpr(ROWS):
@@ -61,11 +66,11 @@ def normalize(block: MlaBlock, half: Half, lse: cute.Tensor):
 
 
 @cute.jit
-def write_whole(block: MlaBlock, half: Half, columns: cute.Tensor, tile: QueryTile, lse: cute.Tensor):
+def write_whole(block: MlaBlock, half: Half, who: Int32, columns: cute.Tensor, tile: QueryTile, lse: cute.Tensor):
     """Write this warpgroup's half of O from its registers, rounded, and the log-sum-exp.
 
     There is no room to stage it but Q's, which the next tile's rows take meanwhile.
     """
-    if const_expr(half.who == 0):
+    if who == 0:
         write_lse(lse, half.scores, tile, block.mLSE)
     write_rows(block.gO, half.scores, half.out, columns, tile)

@@ -62,8 +62,16 @@ class Half:
     bounds: cute.Tensor
 
 
+def make_halves(kernel, tiles: MlaTiles) -> tuple[Half, Half]:
+    """What either warpgroup works with; registers are the same, as a thread belongs to one of them."""
+    first = make_half(kernel, tiles, 0)
+    second = make_half(kernel, tiles, 1)
+    shared = ("thread", "tSrQ_last", "tOrP", "acc_S", "acc_O", "scores", "out", "row_max", "row_sum", "bounds")
+    return first, dataclasses.replace(second, **{name: getattr(first, name) for name in shared})
+
+
 def make_half(kernel, tiles: MlaTiles, who: int) -> Half:
-    """Partition the block's tiles for this thread's warpgroup."""
+    """Partition the block's tiles for a warpgroup."""
     thread = cute.arch.thread_idx()[0] % WARPGROUP
     mma_qk, mma_qk_last = kernel.tiled_mma_qk(a_from_regs=False), kernel.tiled_mma_qk(a_from_regs=True)
     mma_own, mma_other = kernel.tiled_mma_pv(a_from_regs=True), kernel.tiled_mma_pv(a_from_regs=False)

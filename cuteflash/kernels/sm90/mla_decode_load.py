@@ -6,12 +6,13 @@ import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import wait_phase
-from cuteflash.core.latent import each_latent_tile, place_of
+from cuteflash.core.latent import LatentLaunch, each_latent_tile, place_of
 from cuteflash.core.tile import QueryTile
+from cuteflash.kernels.common.mla_parts import joins
 from cuteflash.kernels.sm90.mla_decode_bundles import (
     FIRST_PAGE,
     LAST_SLAB,
@@ -19,18 +20,35 @@ from cuteflash.kernels.sm90.mla_decode_bundles import (
     MlaBlock,
     parity,
 )
+from cuteflash.kernels.sm90.mla_decode_parts import ROWS_IN_Q
 from cuteflash.traits.mla_sm90 import CONSUMERS, ELEMENT_BYTES, PART_SLABS, PARTS, SLAB, SLABS, WGMMA_M
+
+NOT_JOINED = -1
 
 
 @cute.jit
 def load(kernel: cutlass.Constexpr, block: MlaBlock):
-    """Load all tiles of this block; one warp calls it."""
-    each_latent_tile(block.launch, functools.partial(load_tile, kernel, block))
+    """Load all tiles of this block; one warp calls it.
+
+    What the last one is to be put together with comes after the loop: lanes that go different ways inside of it would
+    keep the coordinates of boxes out of uniform registers.
+    """
+    joined = cute.make_rmem_tensor(1, Int32)
+    joined[0] = NOT_JOINED
+    each_latent_tile(block.launch, functools.partial(load_tile, kernel, block, joined))
+    if const_expr(block.parts is not None):
+        if joined[0] != NOT_JOINED:
+            load_other(block, joined[0])
 
 
 @cute.jit
-def load_tile(kernel: cutlass.Constexpr, block: MlaBlock, tile: QueryTile, q_pos: Int32, kv_pos: Int32):
+def load_tile(
+    kernel: cutlass.Constexpr, block: MlaBlock, joined: cute.Tensor, tile: QueryTile, q_pos: Int32, kv_pos: Int32
+):
     """Load Q and the pages of a tile; returns the position of the next one's.
+
+    `joined` becomes 4 times the owner of a tile whose second part this block adds to its own, and the parities of the
+    phases in which Q and the first page are let go of, or `NOT_JOINED`.
 
     Most of Q is not needed any more once the last tile's last scores are there, and goes first; its last slab goes
     behind the first page, since P lies there until the last product.
@@ -46,7 +64,29 @@ def load_tile(kernel: cutlass.Constexpr, block: MlaBlock, tile: QueryTile, q_pos
     kv_pos, place = load_pages(kernel, block, tile, (first, first, ahead, end), place, kv_pos)
     load_q(block, tile, q_pos, range(SLABS - 1, SLABS), LAST_SLAB)
     kv_pos, _ = load_pages(kernel, block, tile, (first, ahead, end, end), place, kv_pos)
+    if const_expr(block.parts is not None):
+        phases = (q_pos & 1) + 2 * parity(kv_pos, 0)
+        joined[0] = cutlass.select_(joins(tile.share), 4 * tile.share.owner + phases, Int32(NOT_JOINED))
     return kv_pos
+
+
+@cute.jit
+def load_other(block: MlaBlock, joined: Int32):
+    """Load another block's part of the block's last tile, where most of Q and the first page were."""
+    parts, rings = block.parts, block.rings
+    owner = joined // 4
+    rows = rows_of_block(block.launch)
+    wait_phase(rings.q_empty + SLABS_BUT_LAST, joined & 1)
+    parts.await_other(owner, rows)
+    parts.fetch_rows(owner, rows, 0, ROWS_IN_Q)
+    for part in range(PARTS):
+        wait_phase(rings.empty + part, (joined >> 1 & 1) ^ 1)
+    parts.fetch_rows(owner, rows, ROWS_IN_Q, WGMMA_M)
+
+
+def rows_of_block(launch: LatentLaunch) -> Int32:
+    """Rows of the block's tiles, all of which are the same query tile of different sequences."""
+    return cutlass.min(launch.rows - cute.arch.block_idx()[0] % launch.line.by_lanes * launch.tile_m, launch.tile_m)
 
 
 @cute.jit

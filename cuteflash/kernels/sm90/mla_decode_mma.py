@@ -30,7 +30,6 @@ from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import aligned
 from cuteflash.kernels.sm90.mla_decode_bundles import (
     BOTH_PAGES,
-    FIRST_PAGE,
     HALF_PARTS,
     LAST_SLAB,
     ROPE,
@@ -49,7 +48,7 @@ from cuteflash.kernels.sm90.mla_decode_half import (
     issue_other,
     issue_own,
     issue_scores,
-    make_half,
+    make_halves,
     publish,
     scale_out,
     soften,
@@ -64,45 +63,68 @@ LOAD_BYTES = 16  # of a thread's store of zeros
 
 
 @cute.jit
-def consume(kernel: cutlass.Constexpr, block: MlaBlock, who: cutlass.Constexpr[int]):
-    """Attend and write every tile of this block, as warpgroup `who` of the consumers."""
-    half = make_half(kernel, block.tiles, who)
-    each_latent_tile(block.launch, functools.partial(consume_tile, kernel, block, half))
+def consume(kernel: cutlass.Constexpr, block: MlaBlock):
+    """Attend and write every tile of this block, as one of the warpgroups of the consumers."""
+    halves = make_halves(kernel, block.tiles)
+    each_latent_tile(block.launch, functools.partial(consume_tile, kernel, block, halves))
 
 
 @cute.jit
-def consume_tile(kernel: cutlass.Constexpr, block: MlaBlock, half: Half, tile: QueryTile, q_pos: Int32, kv_pos: Int32):
-    """Attend and write this warpgroup's half of a tile; returns the position of the next one's pages."""
+def consume_tile(
+    kernel: cutlass.Constexpr,
+    block: MlaBlock,
+    halves: tuple[Half, Half],
+    tile: QueryTile,
+    q_pos: Int32,
+    kv_pos: Int32,
+):
+    """Attend and write this warpgroup's half of a tile; returns the position of the next one's pages.
+
+    Only the loops over pages are code of one warpgroup: what comes between tiles is fetched from memory once for both.
+    """
+    half = halves[0]
+    who = cute.arch.make_warp_uniform(computed_here(cute.arch.thread_idx()[0]) // WARPGROUP) - 1
     blocks = tile.visited_blocks()
     half.acc_O.fill(0.0)
     half.row_sum.fill(0.0)
     half.row_max.fill(NO_MAXIMUM)
-    page, end = blocks.lo, blocks.hi
-    _, masked_from = tile.full_blocks()
     for part in (SLABS_BUT_LAST, LAST_SLAB):
         wait_phase(block.rings.q_full + part, q_pos & 1)
     take_last_slab(kernel, half, block.tiles)
-    if page + half.who >= end:  # no page of its own
+    if blocks.lo + who >= blocks.hi:  # no page of its own
         arrive(block.rings.q_empty + SLABS_BUT_LAST)
-    while page + 1 < end:
-        phases = parity(kv_pos, 0), parity(kv_pos, 1)
-        if const_expr(half.who == 0):
-            attend_first(kernel, block, half, tile, (page, end, masked_from), phases)
-            take_second(kernel, block, half, phases)
-        else:
-            attend_second(kernel, block, half, tile, (page + 1, end, masked_from), phases)
-        page += 2
-        kv_pos = kv_pos ^ BOTH_PAGES
-    if page < end:
-        phases = parity(kv_pos, 0), Int32(0)
-        if const_expr(half.who == 0):
-            attend_first(kernel, block, half, tile, (page, end, masked_from), phases)
-        else:
-            take_first(kernel, block, half, phases)
-            await_values(half, block.rings, 0)
-        kv_pos = kv_pos ^ FIRST_PAGE
+    if who == 0:
+        attend_all(kernel, block, halves[0], tile, kv_pos)
+    else:
+        attend_all(kernel, block, halves[1], tile, kv_pos)
     finish(block, half, tile)
-    return kv_pos
+    pages = blocks.hi - blocks.lo
+    return kv_pos ^ ((pages + 1) >> 1 & 1) ^ (pages & 2)
+
+
+@cute.jit
+def attend_all(kernel: cutlass.Constexpr, block: MlaBlock, half: Half, tile: QueryTile, kv_pos: Int32):
+    """A warpgroup's work on all pages of a tile."""
+    blocks = tile.visited_blocks()
+    page, end = blocks.lo, blocks.hi
+    _, masked_from = tile.full_blocks()
+    if const_expr(half.who == 0):
+        while page < end:
+            phases = parity(kv_pos, 0), parity(kv_pos, 1)
+            attend_first(kernel, block, half, tile, (page, end, masked_from), phases)
+            if page + 1 < end:
+                take_second(kernel, block, half, phases)
+            page += 2
+            kv_pos = kv_pos ^ BOTH_PAGES
+    else:
+        while page + 1 < end:
+            phases = parity(kv_pos, 0), parity(kv_pos, 1)
+            attend_second(kernel, block, half, tile, (page + 1, end, masked_from), phases)
+            page += 2
+            kv_pos = kv_pos ^ BOTH_PAGES
+        if page < end:
+            take_first(kernel, block, half, (parity(kv_pos, 0), Int32(0)))
+            await_values(half, block.rings, 0)
 
 
 def release_scored(half: Half, rings: MlaRings) -> None:
