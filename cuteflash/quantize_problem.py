@@ -92,22 +92,18 @@ class QuantizeProblem:
 
     @property
     def splits_columns(self) -> bool:
-        """Whether a thread has columns of both halves of a row of Q or K, which a rotary embedding rotates together.
+        """Whether a thread has columns of both halves of what a rotary embedding rotates in a row of Q or K.
 
-        A Hadamard rotation then mixes threads whose numbers differ in one bit, if halves are powers of two.
+        A Hadamard rotation may follow if its blocks are those of four neighbouring threads.
         """
-        is_whole = self.rotary_dim == self.head_dim and not self.rotary_interleaved
-        return is_whole and not (self.hadamard and self.head_dim & (self.head_dim - 1))
+        is_whole = self.rotary_dim == self.head_dim and not self.head_dim & (self.head_dim - 1)
+        is_mixed = is_whole and self.hadamard == HADAMARD_OF_MMA
+        return bool(self.rotary_dim) and not self.rotary_interleaved and (not self.hadamard or is_mixed)
 
     @property
-    def mixes_rotated(self) -> bool:
-        """Whether tensor cores mix rows of Q and K after a rotary embedding of all their columns."""
-        return bool(self.rotary_dim) and self.splits_columns and self.hadamard == HADAMARD_OF_MMA
-
-    @property
-    def holds_rows(self) -> bool:
-        """Whether rows of Q and K stay 16 bits until they are converted: not rotated, or only by tensor cores."""
-        return not self.rotary_dim and self.hadamard in (0, HADAMARD_OF_MMA)
+    def keeps_angles(self) -> bool:
+        """Whether a thread keeps the cosines and sines of its rows, having both columns of each pair."""
+        return self.splits_columns or (bool(self.rotary_dim) and self.rotary_interleaved)
 
     @property
     def scales_by_block(self) -> bool:

@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from cuteflash.kernels.common import quantize_centred, quantize_held, quantize_mixed, quantize_products
+from cuteflash.kernels.common import quantize_centred, quantize_held, quantize_products, quantize_turn
 from cuteflash.kernels.common.quantize_centred import add_tile, products_less_than_mean
 from cuteflash.kernels.common.quantize_held import Held
-from cuteflash.kernels.common.quantize_mixed import MixedTile, Mixer
 from cuteflash.kernels.common.quantize_products import Identity, signs_of
+from cuteflash.kernels.common.quantize_split import SplitTile
+from cuteflash.kernels.common.quantize_tile import Tile
+from cuteflash.kernels.common.quantize_turn import Turner
 from cuteflash.problem import Dtype
+from cuteflash.quantize_problem import QuantizeProblem
 from tests.quantized import rotated
 
 LANES = np.arange(32)
@@ -66,14 +69,15 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reads a thread's number, makes registers or is an instruction: the same for all threads of a warp."""
     monkeypatch.setattr(quantize_products, "place_of_lane", lambda: (LANES % 4, LANES // 4))
     monkeypatch.setattr(quantize_products, "product", emulated)
-    monkeypatch.setattr(quantize_mixed, "half_of", half_of)
-    monkeypatch.setattr(quantize_mixed, "pair_of", pair_of)
+    for module in (quantize_held, quantize_turn):
+        monkeypatch.setattr(module, "half_of", half_of)
+    monkeypatch.setattr(quantize_turn, "pair_of", pair_of)
     monkeypatch.setattr(quantize_products.cutlass, "select_", np.where)
     registers = types.SimpleNamespace(
         make_rmem_tensor=lambda shape, dtype: np.empty(shape, object),
         size=lambda tensor: tensor.size,
     )
-    for module in (quantize_mixed, quantize_centred):
+    for module in (quantize_turn, quantize_centred):
         monkeypatch.setattr(module, "cute", registers)
         monkeypatch.setattr(module, "Float32", np.float32)
     for module in (quantize_products, quantize_held):
@@ -93,48 +97,75 @@ def normal(*shape: int, dtype: str) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(TORCH_TYPES[dtype])
 
 
-class MixerOfLanes(Mixer):
-    """With cosines and sines from arrays (threads, loads, 8) in place of shared memory."""
+class TurnerOfLanes(Turner):
+    """With cosines and sines from arrays (threads, parts, 8) in place of shared memory."""
 
     def _table(self, i: Any, which: int, j: int) -> Any:
-        table: Any = self.angles[which]
-        return [table[:, j, e] for e in range(8)]
+        table: Any = self.angles
+        return [table[which][:, j, e] for e in range(8)]
 
 
-def turned_and_mixed(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: Dtype) -> np.ndarray:
-    """Eight rows by the threads of a warp, each of which has a row's columns in both halves."""
-    head_dim = x.shape[1]
-    loads = head_dim // 64
-    tile = MixedTile(0, 7, LANES % 4, LANES // 4, True, None, 4 * loads, loads, 1, 8)  # type: ignore[arg-type]
-    chunks = tile.chunks()
-    rows = x[LANES // 4]
-    words = np.empty((8 * loads, 1), object)
-    for n, word in enumerate(word for chunk in chunks for word in words_of(rows, np.asarray(chunk) * 8)):
+def rotated_by_lanes(problem: QuantizeProblem, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> np.ndarray:
+    """Rows by the threads of a warp, `head_dim / 16 / parts` to a row."""
+    head_dim, rotary_dim = problem.head_dim, problem.rotary_dim
+    parts = 2 if head_dim == rotary_dim and head_dim > 64 and not problem.rotary_interleaved else 1
+    lanes = head_dim // 16 // parts
+    place = {"first": 0, "last": 31, "lane": LANES % lanes, "quad": LANES // lanes, "is_own": True, "rows": 1}
+    if problem.rotary_interleaved:
+        tile = Tile(**place)  # type: ignore[arg-type]
+    else:
+        is_whole = head_dim == rotary_dim
+        tile = SplitTile(**place, parts=parts, half=rotary_dim // 16, is_whole=is_whole, spacing=32 // lanes)  # type: ignore[arg-type]
+    chunks = [np.asarray(chunk) for chunk in tile.chunks()]
+    own = LANES // lanes
+    words = np.empty((8 * parts, 1), object)
+    for n, word in enumerate(word for chunk in chunks for word in words_of(x[own], chunk * 8)):
         words[n, 0] = word
+    last = rotary_dim // 16 - 1
+    columns = [np.minimum(LANES % lanes * parts + j, last) * 8 for j in range(parts)]
     tables = [
-        np.stack([table[LANES // 4, chunk * 8 + e].numpy() for chunk in chunks[:loads] for e in range(8)], 1).reshape(
-            32, loads, 8
-        )
+        np.stack([[table[own, c + e].numpy() for e in range(8)] for c in columns]).transpose(2, 0, 1)
         for table in (cos, sin)
     ]
-    held = MixerOfLanes(tile, signs_of(dtype), tables, dtype, 64).turned(words)  # type: ignore[arg-type]
-    found = np.empty((8, head_dim))
+    signs = signs_of(problem.dtype) if problem.hadamard else None
+    turner = TurnerOfLanes(problem, tile, None, signs, tables)  # type: ignore[arg-type]
+    held = turner.turned(words, None)  # type: ignore[arg-type]
+    found = np.empty((len(x), head_dim))
     with np.errstate(invalid="ignore"):
-        for row, w in itertools.product(range(loads), range(4)):
-            chunk, half = divmod(4 * row + w, 2)
-            for e, value in enumerate(held.scaled(row, w, np.float32(0.125))):  # type: ignore[arg-type]
-                found[LANES // 4, chunks[chunk] * 8 + 4 * half + e] = value
+        for row in range(parts):
+            for w, four in enumerate(held.scaled(row, np.float32(problem.hadamard_scale))):  # type: ignore[arg-type]
+                chunk, half = divmod(4 * row + w, 2)
+                for e, value in enumerate(four):
+                    found[own, chunks[chunk] * 8 + 4 * half + e] = value
     return found
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_rotated_rows_are_those_of_the_definition(head_dim: int, dtype: Dtype) -> None:
-    x = normal(8, head_dim, dtype=dtype)
-    angles = torch.rand(8, head_dim // 2) * 6
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "hadamard", "is_interleaved"),
+    [
+        (64, 64, 64, False),
+        (128, 128, 64, False),
+        (64, 64, 0, False),
+        (128, 64, 0, False),
+        (128, 96, 0, False),
+        (64, 64, 64, True),
+        (128, 32, 0, True),
+    ],
+)
+def test_rotated_rows_are_those_of_the_definition(
+    head_dim: int, rotary_dim: int, hadamard: int, is_interleaved: bool, dtype: Dtype
+) -> None:
+    options: dict[str, Any] = {"hadamard": hadamard, "rotary_dim": rotary_dim, "rotary_interleaved": is_interleaved}
+    problem = QuantizeProblem(dtype, head_dim, head_dim, **options)
+    assert problem.keeps_angles and problem.splits_columns is not is_interleaved
+    x = normal(8 if head_dim == 64 or rotary_dim == 128 else 4, head_dim, dtype=dtype)
+    angles = torch.rand(len(x), rotary_dim // 2) * 6
     cos, sin = angles.cos(), angles.sin()
-    wanted, doubt = (part[0, :, 0].numpy() for part in rotated(x[None, :, None], 64, cos, sin))
-    found = turned_and_mixed(x, cos, sin, dtype)
+    wanted, doubt = (
+        part[0, :, 0].numpy() for part in rotated(x[None, :, None], hadamard or None, cos, sin, is_interleaved)
+    )
+    found = rotated_by_lanes(problem, x, cos, sin)
     assert (np.abs(found - wanted) <= 2.0**-20 * np.abs(wanted).max() + doubt).all()
 
 
@@ -145,7 +176,7 @@ def test_what_is_not_finite_stays_in_its_row(element: float) -> None:
     x[3, 9] = element
     cos, sin = torch.full((8, 32), 0.6), torch.full((8, 32), 0.8)
     wanted = rotated(x[None, :, None], 64, cos, sin)[0][0, 3, 0].numpy()
-    found = turned_and_mixed(x, cos, sin, "bf16")
+    found = rotated_by_lanes(QuantizeProblem("bf16", 64, 64, hadamard=64, rotary_dim=64), x, cos, sin)
     assert np.isfinite(found[np.arange(8) != 3]).all()
     assert not np.isfinite(wanted).any() and np.array_equal(found[3], wanted, equal_nan=True)
 
@@ -160,8 +191,8 @@ def test_rows_that_were_not_turned_are_rotated_as_well(dtype: Dtype) -> None:
             words[4 * j + w, 0] = word
     held = Held(words, None, dtype, 64, signs_of(dtype))  # type: ignore[arg-type]
     found = np.empty((8, 64))
-    for w in range(4):
-        for e, value in enumerate(held.scaled(0, w, np.float32(0.125))):  # type: ignore[arg-type]
+    for w, four in enumerate(held.scaled(0, np.float32(0.125))):  # type: ignore[arg-type]
+        for e, value in enumerate(four):
             found[LANES // 4, LANES % 4 * 16 + 4 * w + e] = value
     wanted = rotated(x[None, :, None], 64)[0][0, :, 0].numpy()
     assert np.abs(found - wanted).max() < 2.0**-20 * np.abs(wanted).max()

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from cuteflash.core.tile_numbers import count_tiles
-from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeProblem
+from cuteflash.quantize_problem import BLOCK_TOKENS, HADAMARD_OF_MMA, QuantizeProblem
 from cuteflash.traits.arch import BLOCK_SMEM, get_arch
 
 COLUMNS = 16  # of one thread: 16 bytes of 8-bit elements
@@ -16,7 +16,7 @@ MEAN_BYTES = 4 * COLUMNS  # likewise
 WARP = 32
 TARGET = "sm_90a"  # FP8 attention needs Hopper
 SMEM_PER_SM = get_arch(TARGET).smem_per_sm
-THREADS, SOME_THREADS, FEW_THREADS = 1024, 768, 512  # of a multiprocessor: with 64, 80 and 128 registers each
+THREADS, SOME_THREADS, FEW_THREADS, LEAST_THREADS = 1024, 768, 512, 384  # of a multiprocessor: 64 to 168 registers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class QuantizeTraits:
         measuring: likewise of the kernel that measures.
         centres_v: V minus its mean is fp32 until it is rounded, which takes 64 of a thread's registers.
         tiles_of_v: tiles of V that a block converts, if `centres_v`: each is loaded ahead.
+        loads_ahead: with scales that are there, rows of the next head of Q or K are loaded before those of a head are
+            written, not after, which takes fewer registers.
         mixes: blocks of V, which wait for memory, run beside those of Q and K, which may have more to compute; without
             it after them.
         backwards: tiles are converted in the reverse of the order in which they are measured, so that those measured
@@ -47,6 +49,7 @@ class QuantizeTraits:
     measuring: int = 1
     centres_v: bool = False
     tiles_of_v: int = 1
+    loads_ahead: bool = True
     mixes: bool = False
     backwards: bool = False
 
@@ -71,16 +74,19 @@ class QuantizeTraits:
 
     def shared_bytes(self, problem: QuantizeProblem) -> int:
         """Shared memory that blocks of Q and K have for cosines and sines, and blocks of V for a tile and its mean."""
-        if not problem.mixes_rotated:
-            return 0
         of_v = self.tokens * problem.head_dim_v + self.num_threads * MEAN_BYTES if self.centres_v else 0
-        return max(self.num_threads * ANGLES_BYTES, of_v)
+        return max(self.angles_bytes(problem), of_v)
 
     def measuring_bytes(self, problem: QuantizeProblem) -> int:
         """The same of the kernel that measures: beside those the largest magnitudes of heads, and statistics of V."""
-        if not (problem.mixes_rotated and problem.measures_heads):
+        if not (problem.rotary_dim and problem.measures_heads):
             return 0
-        return max(self.num_threads * (ANGLES_BYTES + 4 * self.visits), 4 * self.quads * problem.head_dim_v)
+        of_qk = self.angles_bytes(problem) + self.num_threads * 4 * self.visits
+        return max(of_qk, 4 * self.quads * problem.head_dim_v)
+
+    def angles_bytes(self, problem: QuantizeProblem) -> int:
+        """Shared memory for cosines and sines of a block of Q or K."""
+        return self.num_threads * ANGLES_BYTES if problem.keeps_angles else 0
 
     def carveout(self, columns: int, nbytes: int = 0) -> int:
         """Percent of a multiprocessor's memory that its blocks share; the rest caches what they load.
@@ -134,35 +140,54 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
     # Blocks of 512 threads are few in a multiprocessor, and what one loads overlaps less with what others store.
     tokens = BLOCK_TOKENS if problem.scales_by_block or head_dim <= 128 else BLOCK_TOKENS // 2
     traits = QuantizeTraits(head_dim, tokens, mixes=True, backwards=problem.measures)
-    if problem.rotary_dim:
-        traits = dataclasses.replace(traits, visits=4)
     if problem.smooths_v and not problem.measures_heads:  # little to measure: more blocks; and what of V is in L2 first
         traits = dataclasses.replace(traits, tiles_of_part=2, mixes=False)
-    measuring, threads = measuring_threads(problem), THREADS
     if problem.rotary_dim:
-        threads = SOME_THREADS if problem.splits_columns else FEW_THREADS
-    many_rows = problem.scales_by_block and (problem.is_grouped or not problem.holds_rows)
-    if many_rows or (problem.rotary_dim and problem.hadamard):
-        threads = FEW_THREADS
-    elif problem.smooths_v and (problem.is_packed or problem.scales_by_block or head_dim <= 64):
-        threads = min(threads, SOME_THREADS)  # with 64 registers each these spilled
-    if problem.mixes_rotated:
         # Heads of a tile one after the other, and those of Q before all else. If heads are measured, V's tiles first.
         visits = 4 if problem.measures_heads else 8
         traits = dataclasses.replace(traits, visits=visits, mixes=False, backwards=problem.measures_heads)
-        if problem.smooths_v and problem.transposes_v and not problem.is_packed:
+        if centres_v(problem):
             traits = dataclasses.replace(traits, centres_v=True, tiles_of_v=4)
-    resident, measuring = (max(count // traits.num_threads, 1) for count in (threads, measuring))
+        elif problem.is_packed or problem.hadamard or problem.measures_heads or problem.smooths_v:  # these spilled
+            traits = dataclasses.replace(traits, loads_ahead=False)
+    threads = converting_threads(problem), measuring_threads(problem)
+    resident, measuring = (max(count // traits.num_threads, 1) for count in threads)
     return dataclasses.replace(traits, resident=resident, measuring=measuring)
+
+
+def centres_v(problem: QuantizeProblem) -> bool:
+    """Whether V minus its mean is fp32 until it is rounded."""
+    return bool(problem.rotary_dim) and problem.smooths_v and problem.transposes_v and not problem.is_packed
+
+
+def is_narrow(problem: QuantizeProblem) -> bool:
+    """Whether rows are short and have both rotations, beside a V that is not centred: 128 registers do not suffice."""
+    has_both = bool(problem.rotary_dim and problem.hadamard) and problem.head_dim <= 64
+    return has_both and not (problem.scales_by_block or centres_v(problem))
+
+
+def converting_threads(problem: QuantizeProblem) -> int:
+    """Threads of a multiprocessor that convert."""
+    if problem.rotary_dim and problem.hadamard:
+        loads_again = problem.is_grouped and not problem.keeps_angles
+        # With 128 registers each those spilled.
+        return LEAST_THREADS if is_narrow(problem) or loads_again else FEW_THREADS
+    if problem.rotary_dim or problem.is_grouped:
+        return FEW_THREADS
+    if problem.hadamard not in (0, HADAMARD_OF_MMA):
+        return SOME_THREADS
+    is_short = max(problem.head_dim, problem.head_dim_v) <= 64
+    spills = problem.smooths_v and (problem.is_packed or problem.scales_by_block or is_short)
+    return SOME_THREADS if spills or (problem.is_packed and is_short) else THREADS  # with 64 registers each those did
 
 
 def measuring_threads(problem: QuantizeProblem) -> int:
     """Threads of a multiprocessor that measure."""
     if not problem.measures_heads:
         return SOME_THREADS if problem.is_packed else THREADS  # with 64 registers each those spilled
-    if problem.mixes_rotated:
-        return FEW_THREADS
-    return SOME_THREADS if problem.splits_columns or not problem.rotary_dim else FEW_THREADS
+    if problem.rotary_dim and problem.hadamard and not (centres_v(problem) and problem.keeps_angles):
+        return LEAST_THREADS  # with 128 registers each those spilled
+    return FEW_THREADS if problem.rotary_dim else SOME_THREADS
 
 
 def transpose_traits(head_dim_v: int) -> QuantizeTraits:

@@ -12,12 +12,11 @@ added in a fixed order, so that results repeat bit for bit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from cuteflash.kernels.common.quantize_held import Held
 from cuteflash.kernels.common.quantize_measure import Measure
@@ -25,14 +24,10 @@ from cuteflash.kernels.common.quantize_rotate import RotatedHeads
 from cuteflash.kernels.common.quantize_scales import Scales
 from cuteflash.kernels.common.quantize_signature import quantize_fake_args
 from cuteflash.kernels.common.quantize_tile import (
-    WORDS,
     Rows,
     Tile,
-    finite_magnitude,
-    largest_magnitude,
     put_first_rows,
     put_row,
-    rounded,
     shared_numbers,
     thread_again,
 )
@@ -45,8 +40,6 @@ from cuteflash.kernels.common.quantize_work import (
     Work,
     batch_of,
     choose,
-    rotated,
-    rotated_heads,
     tile_span,
     tiles_of,
 )
@@ -106,34 +99,28 @@ class Quantize:
         return work.mixed() if self.traits.mixes else work
 
     def visits(self, tensors: QuantizeTensors) -> tuple[Any, Any]:
-        """How many heads of Q and of K a block visits: those that share a scale, if it has to find that."""
-        if self.problem.mixes_rotated:
+        """How many heads of Q and of K a block visits: with cosines and sines in common, or a scale that it finds."""
+        if self.problem.rotary_dim:
             return self.rotated.visits(tensors)
-        if self.problem.scales_by_block:
-            return tensors.q.shape[-2] // tensors.k.shape[-2], 1
-        return self.traits.visits, self.traits.visits
+        return tensors.q.shape[-2] // tensors.k.shape[-2] if self.problem.is_grouped else 1, 1
 
     @cute.kernel
     def kernel(self, tensors: QuantizeTensors, work: Work):
-        if const_expr(self.problem.measures_heads):
+        if const_expr(self.problem.measures_heads and not self.problem.rotary_dim):
             cute.arch.griddepcontrol_wait()
         number = work.number(cute.arch.block_idx()[0], self.traits.backwards)
         memory = shared_numbers(self.traits.shared_bytes(self.problem))
         if number < work.first_v():
-            if const_expr(self.problem.mixes_rotated):
+            if const_expr(self.problem.rotary_dim):
                 self.rotated.convert(tensors, work, number, memory)
-            elif const_expr(self.problem.rotary_dim and not self.problem.scales_by_block):
-                self.convert_heads(tensors, work, number)
-            elif const_expr(self.problem.holds_rows):
-                self.convert_held(tensors, work, number)
             else:
-                self.convert_qk(tensors, work, number)
+                self.convert_held(tensors, work, number)
         else:
             self.values.convert(tensors, work, number, memory)
 
     @cute.jit
     def convert_held(self, tensors: QuantizeTensors, work: Work, number: Int32):
-        """Convert a tile of a head of Q or K whose rows stay 16 bits until then, or of those that share its scale."""
+        """Convert a tile of a head of Q or K, or of those that share its scale, without a rotary embedding."""
         problem = self.problem
         is_q, place = work.place(number)
         grouped = choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1))
@@ -209,108 +196,14 @@ class Quantize:
         self.scales.put(self.scales.of_qk(tensors, is_q, place), found, listed)
         return self.problem.hadamard_scale / found
 
-    @cute.jit
-    def convert_qk(self, tensors: QuantizeTensors, work: Work, number: Int32):
-        """Convert a tile of some heads of Q or K.
-
-        A block that finds the scale of several heads visits them all, and then again, out of L2: all but the last one,
-        whose rows it still has, or all if those take too many registers.
-        """
-        problem, traits = self.problem, self.traits
-        keeps = not problem.rotary_dim or (problem.splits_columns and not problem.is_packed)
-        is_q, place = work.place(number)
-        visits = choose(is_q, *(Int32(x) for x in self.visits(tensors)))
-        heads = choose(is_q, Int32(tensors.q.shape[-2]), Int32(tensors.k.shape[-2]))
-        grouped = choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1))
-        first_head = place.head * visits
-        count = cutlass.min(visits, heads - first_head)
-        measured = count if const_expr(problem.scales_by_block) else Int32(1 if const_expr(keeps) else 0)  # steps
-        span = tile_span(self.problem, self.traits, tensors, is_q, place)
-        tile = span.tile(span.first, problem.head_dim, traits.quads, problem.splits_columns)
-        listed = self.scales.has_qk(tensors, is_q, place)
-        peak, factor = Float32(0.0), Float32(1.0)
-        for step in cutlass.range(measured + count - (1 if const_expr(keeps) else 0), unroll=1):
-            head = first_head + cutlass.select_(step < count, step, step - count)
-            if const_expr(problem.scales_by_block and keeps):
-                rows = list(rotated(problem, tensors, is_q, (span.origin, head), tile))
-                if step < measured:
-                    peak = cute.arch.fmax(peak, largest_magnitude(rows))
-                if step == measured - 1:
-                    found = self.scales.find(peak * problem.hadamard_scale, tile, self.scales.numbers()[None, 0])
-                    one = head // grouped
-                    descale = self.scales.of_qk(tensors, is_q, Place(span.entry, place.tile, one))
-                    self.scales.put(descale, found, listed)
-                    factor = problem.hadamard_scale / found
-                if step >= measured - 1:  # addresses before that would take registers beside the rows
-                    target = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8)))
-
-                    self.put_rows(target, tile, rows, factor)
-            else:
-                descale = self.scales.of_qk(tensors, is_q, Place(span.entry, place.tile, head // grouped))
-                target = choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q8, tensors.k8)))
-                rows = rotated(problem, tensors, is_q, (span.origin, head), tile)
-                if const_expr(not problem.scales_by_block):
-                    self.put_rows(target, tile, rows, problem.hadamard_scale / descale[0])
-                else:
-                    for i, values in enumerate(rows):
-                        if step < measured:
-                            peak = cute.arch.fmax(peak, finite_magnitude(values))
-                        else:
-                            self.put_rows(target, tile, [values], factor, first=i)
-                    if step == measured - 1:
-                        found = self.scales.find(peak * problem.hadamard_scale, tile, self.scales.numbers()[None, 0])
-                        self.scales.put(descale, found, listed)
-                        factor = problem.hadamard_scale / found
-
-    @cute.jit
-    def convert_heads(self, tensors: QuantizeTensors, work: Work, number: Int32):
-        """Convert a tile of as many heads of Q or K as a block visits, row by row, with scales that are there.
-
-        If there are fewer heads the last one is converted again.
-        """
-        problem, traits = self.problem, self.traits
-        is_q, place = work.place(number)
-        heads = choose(is_q, Int32(tensors.q.shape[-2]), Int32(tensors.k.shape[-2]))
-        grouped = choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1))
-        span = tile_span(self.problem, self.traits, tensors, is_q, place)
-        tile = span.tile(span.first, problem.head_dim, traits.quads, problem.splits_columns)
-        visited = [cutlass.min(place.head * traits.visits + h, heads - 1) for h in range(traits.visits)]
-        places = [Place(span.entry, place.tile, head // grouped) for head in visited]
-        descales = [self.scales.of_qk(tensors, is_q, one)[0] for one in places]
-        sources, targets = (
-            [choose(is_q, *(Rows.of(x, span.origin, head) for x in both)) for head in visited]
-            for both in ((tensors.q, tensors.k), (tensors.q8, tensors.k8))
-        )
-        factors = [problem.hadamard_scale / descale for descale in descales]
-        for i in cutlass.range(ROWS, unroll=1):
-            rows = rotated_heads(problem, tensors, sources, tile, i)
-            for target, factor, values in zip(targets, factors, rows, strict=True):
-                self.put_rows(target, tile, [values], factor, first=i)
-
     def put_held(self, target: Rows, held: Held, factor: Float32) -> None:
         """Round a thread's rows of a tile, rotated, times a factor."""
         rows = []
         for i in range(ROWS):
-            words = cute.make_rmem_tensor(WORDS, Uint32)
-            for w in range(WORDS):
-                words[w] = rounded(*held.scaled(i, w, factor), self.problem.to)
-                if self.problem.is_packed:
-                    words[w] = cutlass.select_(held.tile.has(i), words[w], Uint32(0))
+            words = held.eight_bits(i, factor, self.problem.to)
             if self.problem.is_grouped:
                 rows.append(words)
             else:  # with 64 registers one after the other
                 put_row(target, held.tile, i, words)
         if rows:
             put_first_rows(target, held.tile, rows)
-
-    def put_rows(
-        self, target: Rows, tile: Tile, rows: Iterable[cute.Tensor], factor: Float32, first: int | Int32 = 0
-    ) -> None:
-        """Round a thread's rows of a tile, from row `first` on, times a factor."""
-        for i, values in enumerate(rows):
-            words = cute.make_rmem_tensor(WORDS, Uint32)
-            for w in range(WORDS):
-                words[w] = rounded(*(values[ROWS * w + b] * factor for b in range(ROWS)), self.problem.to)
-                if self.problem.is_packed:
-                    words[w] = cutlass.select_(tile.has(first + i), words[w], Uint32(0))
-            put_row(target, tile, first + i, words)

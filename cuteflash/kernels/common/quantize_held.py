@@ -1,10 +1,11 @@
-"""A thread's 16-bit rows of a tile, kept as they were loaded: half the registers of fp32.
+"""A thread's 16-bit rows of a tile, kept as they were loaded or as a rotary embedding left them: half the registers of
+fp32.
 
 Extremes are found two elements at a time. A Hadamard rotation of 64 columns is a product of tensor cores, exact but for
 the sums in fp32: four neighbouring threads have 64 columns of a row, which is how an operand of mma.m16n8k16 lies in a
 warp if its columns are counted so. Of the four words of a load, pairs of columns, the even ones are taken for a row of
 the operand and the odd ones for the eighth after it: registers stay in place, and a sum and a difference of both rows'
-results are two pairs of the rotation's.
+results are two pairs of the rotation's. Other blocks of columns are rotated by sums and differences in fp32.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from cutlass import Float32, Uint32, const_expr
 
 from cuteflash.core.signature import ALIGN_BYTES, CUTE_DTYPES
 from cuteflash.kernels.common.quantize_products import PTX_TYPES, SIGNS, ZEROS, Sums, mma, signs_of
-from cuteflash.kernels.common.quantize_tile import WORDS, Rows, Tile, peak_of
-from cuteflash.problem import Dtype
+from cuteflash.kernels.common.quantize_tile import WORDS, Rows, Tile, peak_of, rounded
+from cuteflash.problem import Dtype, Fp8Dtype
+from cuteflash.quantize_problem import HADAMARD_OF_MMA
 from cuteflash.traits.quantize import COLUMNS, ROWS
 
 FIRST_KEY = 1 << 24  # of zero: twice its bits, plus what carries an infinity beyond 32 bits
@@ -34,11 +36,12 @@ class Held:
     """A thread's rows.
 
     Attributes:
-        words: (pairs of columns, rows), 16-bit elements.
+        words: (pairs of columns, rows), 16-bit elements. More than 16 columns of a row of the tile are rows that follow
+            each other here.
         tile: where they are from.
         dtype: their element type.
-        hadamard: columns of a block of the rotation, 0 or 64; its factor is left out.
-        signs: of a rotation what `signs_of` gives.
+        hadamard: columns of a block of the rotation, 0 is none; its factor is left out.
+        signs: of a rotation of 64 columns what `signs_of` gives.
     """
 
     words: cute.Tensor
@@ -50,8 +53,21 @@ class Held:
     @classmethod
     def load(cls, rows: Rows, tile: Tile, dtype: Dtype, hadamard: int = 0) -> Held:
         """Of `rows`; a tile's rows after the last are loaded as the last."""
-        words = cute.recast_tensor(tile.elements(rows, CUTE_DTYPES[dtype]), Uint32)
-        return cls(words, tile, dtype, hadamard, signs_of(dtype) if hadamard else None)
+        words = tile.words()
+        tile.load_words(rows, words, CUTE_DTYPES[dtype])
+        return cls(words, tile, dtype, hadamard, signs_if_mixed(dtype, hadamard))
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return cute.size(self.words) // PAIRS
+
+    def only(self, i: int) -> Held:
+        """Row `i` alone."""
+        words = cute.make_rmem_tensor((PAIRS, 1), Uint32)
+        for pair in range(PAIRS):
+            words[pair, 0] = self.words[pair, i]
+        return dataclasses.replace(self, words=words)
 
     def load_again(self, rows: Rows, tile: Tile, j: int) -> None:
         """Load `j` of each row comes from another tile."""
@@ -65,13 +81,51 @@ class Held:
         value = half_of(self.words[e // 2, i], e % 2, self.dtype)
         return value if mean is None else value - mean[e]
 
-    def scaled(self, i: int, w: int, factor: Float32) -> list[Float32]:
-        """The four columns from 4w on of row `i`, rotated, times a factor: fp32."""
+    def eight_bits(self, i: int, factor: Float32, to: Fp8Dtype) -> cute.Tensor:
+        """(words,) the thread's row `i` of the tile, rotated, times a factor, in 8 bits.
+
+        Of packed sequences it is 0 if it does not count.
+        """
+        parts = self.tile.parts
+        words = cute.make_rmem_tensor(parts * WORDS, Uint32)
+        for x in range(parts):
+            for w, four in enumerate(self.scaled(parts * i + x, factor)):
+                words[WORDS * x + w] = rounded(*four, to)
+        if self.tile.end is not None:
+            for w in range(parts * WORDS):
+                words[w] = cutlass.select_(self.tile.has(i), words[w], Uint32(0))
+        return words
+
+    def scaled(self, i: int, factor: Float32) -> Iterator[list[Float32]]:
+        """Row `i`, rotated, times a factor, four columns at a time: fp32."""
+        if self.hadamard in (0, HADAMARD_OF_MMA):
+            yield from (self.scaled_four(i, w, factor) for w in range(WORDS))
+        else:
+            values = [x * factor for x in self.mixed(i)]
+            yield from (values[ROWS * w : ROWS * (w + 1)] for w in range(WORDS))
+
+    def scaled_four(self, i: int, w: int, factor: Float32) -> list[Float32]:
+        """The same of the four columns from 4w on, if tensor cores or nothing rotates them."""
         if not self.hadamard:
             return [self.value(e, i) * factor for e in range(ROWS * w, ROWS * (w + 1))]
         even, odd = self.halves(i, w, "convert")
         products = [x * factor for x in even]
         return [x * factor + y for x, y in zip(odd, products)] + [y - x * factor for x, y in zip(odd, products)]
+
+    def mixed(self, i: int) -> list[Float32]:
+        """Row `i`, rotated by a butterfly for each bit of the column: some within a thread, the others between threads.
+
+        The threads have neighbouring columns.
+        """
+        values = [self.value(e, i) for e in range(COLUMNS)]
+        for distance in (1 << bit for bit in range(COLUMNS.bit_length() - 1)):
+            for low in (x for x in range(COLUMNS) if not x & distance):
+                a, b = values[low], values[low + distance]
+                values[low], values[low + distance] = a + b, a - b
+        for lanes in (1 << bit for bit in range((self.hadamard // COLUMNS).bit_length() - 1)):
+            sign = cutlass.select_(self.tile.lane & lanes == 0, Float32(1.0), Float32(-1.0))
+            values = [x * sign + cute.arch.shuffle_sync_bfly(x, offset=lanes) for x in values]
+        return values
 
     def halves(self, i: int, w: int, use: str) -> tuple[Sums, Sums]:
         """Two pairs of numbers whose sums and differences are the four columns from 4w on of row `i` when rotated.
@@ -104,6 +158,8 @@ class Held:
         """The largest magnitude after a rotation: also an infinity, but not NaN."""
         if not self.hadamard:
             return self.size(is_finite=False)
+        if self.hadamard != HADAMARD_OF_MMA:
+            return peak_of(cute.math.abs(x) for i in range(self.rows) for x in self.mixed(i))
         halves = [self.halves(i, w, "peak") for i, w in self.places()]
         # The larger one of a sum and a difference is the sum of magnitudes, rounded alike.
         return peak_of(cute.math.abs(a) + cute.math.abs(b) for even, odd in halves for a, b in zip(even, odd))
@@ -112,8 +168,10 @@ class Held:
         """The same without infinities and without a branch, in which a product could not be."""
         if not self.hadamard:
             return self.size(is_finite=True)
-        halves = (self.halves(i, w, "keys") for i, w in self.places())
-        values = (f(a, b) for even, odd in halves for f in (operator.add, operator.sub) for a, b in zip(even, odd))
+        values = (x for i in range(self.rows) for x in self.mixed(i))
+        if self.hadamard == HADAMARD_OF_MMA:
+            halves = (self.halves(i, w, "keys") for i, w in self.places())
+            values = (f(a, b) for even, odd in halves for f in (operator.add, operator.sub) for a, b in zip(even, odd))
         return size_of_key(functools.reduce(larger, map(finite_key, values)))
 
     def size(self, is_finite: bool) -> Float32:
@@ -121,7 +179,7 @@ class Held:
         extremes = []
         for name in ("min", "max"):
             chains = []  # of each row, independent
-            for i in range(ROWS):
+            for i in range(self.rows):
                 words = (self.words[pair, i] for pair in range(PAIRS))
                 words = (finite_pair(word, self.dtype) for word in words) if is_finite else words
                 chains.append(functools.reduce(functools.partial(pair_extreme, name, dtype=self.dtype), words))
@@ -130,7 +188,7 @@ class Held:
 
     def places(self) -> Iterator[tuple[int, int]]:
         """All rows and fours of columns."""
-        return itertools.product(range(ROWS), range(WORDS))
+        return itertools.product(range(self.rows), range(WORDS))
 
     def distances(self, pair: int, mean: cute.Tensor) -> Iterator[Float32]:
         """How far a pair of columns' extremes are from their mean; to subtract it keeps the order of elements."""
@@ -150,6 +208,11 @@ def finite_or_again(held: Held):
     elif size == Float32.inf:
         size = held.largest_finite()
     return size
+
+
+def signs_if_mixed(dtype: Dtype, hadamard: int) -> Uint32 | None:
+    """What `Held.signs` is."""
+    return signs_of(dtype) if hadamard == HADAMARD_OF_MMA else None
 
 
 def finite_key(value: Float32) -> Uint32:

@@ -34,8 +34,8 @@ from cuteflash.kernels.common.quantize_tile import (
     Rows,
     Tile,
     block_max,
+    copy_of,
     descale_of,
-    largest_magnitude,
     part_of,
     shared_numbers,
 )
@@ -48,12 +48,10 @@ from cuteflash.kernels.common.quantize_work import (
     choose,
     packing_of,
     packing_of_keys,
-    rotated,
-    rotated_heads,
     seqlen_of,
 )
 from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
-from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits
+from cuteflash.traits.quantize import COLUMNS, WARP, QuantizeTraits
 
 SCALE_THREADS = 256
 NAN_PAIR = 0x7FFF7FFF  # no number: every extreme with it is the other one
@@ -126,20 +124,12 @@ class Measure:
     @cute.jit
     def measure_qk(self, tensors: QuantizeTensors, work: Work, number: Int32):
         """The largest magnitude of a part of a head of Q or K."""
-        traits, problem = self.traits, self.problem
+        problem = self.problem
         is_q, place = work.place(number)
         span = self.span(tensors, is_q, place)
         tiles = self.tiles(span)
         source = choose(is_q, *(Rows.of(x, span.origin, place.head) for x in (tensors.q, tensors.k)))
-        peak = Float32(0.0)
-        if const_expr(problem.holds_rows):
-            peak = self.largest_held(source, span, tiles, problem.head_dim, problem.hadamard)
-        else:
-            for i in cutlass.range(tiles, unroll=1):
-                first = span.first + i * traits.tokens
-                tile = span.tile(first, problem.head_dim, traits.quads, problem.splits_columns)
-                rows = rotated(problem, tensors, is_q, (span.origin, place.head), tile)
-                peak = cute.arch.fmax(peak, largest_magnitude(rows))
+        peak = self.largest_held(source, span, tiles, problem.head_dim, problem.hadamard)
         self.put_magnitude(tensors, number, peak * problem.hadamard_scale)
 
     @cute.jit
@@ -171,34 +161,18 @@ class Measure:
         traits, problem = self.traits, self.problem
         is_q, place = blocks.place(number)
         span = self.span(tensors, is_q, place)
-        last = choose(is_q, work.q.heads, work.k.heads) - 1
-        heads = [cutlass.min(place.head * traits.visits + h, last) for h in range(traits.visits)]
-        if const_expr(problem.mixes_rotated):
-            first = place.head * traits.visits
-            count = cutlass.min(traits.visits, last + 1 - first)
-            peaks = self.rotated.sizes(tensors, is_q, span, (first, count), self.tiles(span), memory)
-        else:
-            peaks = self.sizes(tensors, is_q, span, heads)
+        first = place.head * traits.visits
+        count = cutlass.min(traits.visits, choose(is_q, work.q.heads, work.k.heads) - first)
+        tiles = self.tiles(span)
+        peaks = self.rotated.sizes(tensors, is_q, span, (first, count), tiles, memory)
         warps = -(-traits.num_threads // WARP)
         numbers = SmemAllocator().allocate_tensor(Float32, cute.make_layout((WARP, traits.visits)))
-        for h, head in enumerate(heads):
+        is_q, place = blocks.place(copy_of(number, tiles))  # not kept, which would take registers
+        first, end = place.head * traits.visits, choose(is_q, work.q.heads, work.k.heads)
+        for h in range(traits.visits):
             peak = block_max(peaks[h], numbers[None, h], warps) * problem.hadamard_scale
-            if cute.arch.thread_idx()[0] == 0 and place.head * traits.visits + h <= last:
-                tensors.workspace[work.number_of(is_q, Place(place.batch, place.tile, head))] = peak
-
-    @cute.jit
-    def sizes(self, tensors: QuantizeTensors, is_q: Boolean, span: Span, heads: list[Int32]):
-        """(heads,) the largest magnitude that a thread has seen of each of some heads."""
-        traits, problem = self.traits, self.problem
-        sources = [choose(is_q, *(Rows.of(x, span.origin, head) for x in (tensors.q, tensors.k))) for head in heads]
-        peaks = cute.make_rmem_tensor(traits.visits, Float32)
-        peaks.fill(0.0)
-        for i in cutlass.range(self.tiles(span), unroll=1):
-            tile = span.tile(span.first + i * traits.tokens, problem.head_dim, traits.quads, problem.splits_columns)
-            for row in cutlass.range(ROWS, unroll=1):
-                for h, values in enumerate(rotated_heads(problem, tensors, sources, tile, row)):
-                    peaks[h] = cute.arch.fmax(peaks[h], largest_magnitude([values]))
-        return peaks
+            if cute.arch.thread_idx()[0] == 0 and first + h < end:
+                tensors.workspace[work.number_of(is_q, Place(place.batch, place.tile, first + h))] = peak
 
     @cute.jit
     def measure_v(self, tensors: QuantizeTensors, work: Work, number: Int32, memory: cute.Tensor | None):

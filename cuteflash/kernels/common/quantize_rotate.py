@@ -1,4 +1,4 @@
-"""Blocks of Q and K whose rows `quantize_mixed` rotates: a tile of several heads, one after the other.
+"""Blocks of Q and K with a rotary embedding: a tile of several heads, one after the other.
 
 Heads share the cosines and sines of the tile. While a head's rows are measured or written, the next one's are loaded.
 """
@@ -10,15 +10,17 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
+from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.kernels.common.quantize_held import Held
-from cuteflash.kernels.common.quantize_mixed import MixedTile, Mixer, eight_bits
 from cuteflash.kernels.common.quantize_scales import Scales
-from cuteflash.kernels.common.quantize_tile import Rows, part_of, put_row, thread_again
-from cuteflash.kernels.common.quantize_work import HeadRows, Place, Span, Work, choose, rotary_of, tile_span
+from cuteflash.kernels.common.quantize_split import SplitTile
+from cuteflash.kernels.common.quantize_tile import Rows, Tile, copy_of, part_of, put_row, thread_again
+from cuteflash.kernels.common.quantize_turn import Turner
+from cuteflash.kernels.common.quantize_work import HeadRows, Place, Span, Work, choose, tile_span
 from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
-from cuteflash.traits.quantize import ANGLES_BYTES, QuantizeTraits
+from cuteflash.traits.quantize import ANGLES_BYTES, ROWS, QuantizeTraits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,6 @@ class RotatedHeads:
     def visit(self, tensors: QuantizeTensors, work: Work, number: Int32) -> Visit:
         """What block `number` converts."""
         is_q, place = work.place(number)
-        heads = choose(is_q, Int32(tensors.q.shape[-2]), Int32(tensors.k.shape[-2]))
         visits = choose(is_q, *(Int32(x) for x in self.visits(tensors)))
         span = tile_span(self.problem, self.traits, tensors, is_q, place)
         first = place.head * visits
@@ -75,83 +76,102 @@ class RotatedHeads:
             place=place,
             span=span,
             first=first,
-            count=cutlass.min(visits, heads - first),
+            count=self.count(tensors, is_q, first),
             sharing=choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1)),
             source=HeadRows.of(is_q, (tensors.q, tensors.k), span.origin, first),
             target=HeadRows.of(is_q, (tensors.q8, tensors.k8), span.origin, first),
         )
 
-    def tile(self, span: Span, thread: Int32 | None = None) -> MixedTile:
+    def count(self, tensors: QuantizeTensors, is_q: Boolean, first: Int32) -> Int32:
+        """How many heads the block visits whose first one this is."""
+        heads = choose(is_q, Int32(tensors.q.shape[-2]), Int32(tensors.k.shape[-2]))
+        return cutlass.min(choose(is_q, *(Int32(x) for x in self.visits(tensors))), heads - first)
+
+    def tile(self, span: Span, thread: Int32 | None = None) -> Tile:
         """The calling thread's part of the first tile of `span`."""
-        return MixedTile.at(span, self.problem.head_dim, self.traits.tokens, thread)
+        if self.problem.splits_columns:
+            return SplitTile.at(span, (self.problem.head_dim, self.problem.rotary_dim), self.traits.tokens, thread)
+        return span.tile(span.first, self.problem.head_dim, self.traits.quads, thread)
 
     @cute.jit
-    def convert(self, tensors: QuantizeTensors, work: Work, number: Int32, memory: cute.Tensor):
+    def convert(self, tensors: QuantizeTensors, work: Work, number: Int32, memory: cute.Tensor | None):
         """Convert a tile of some heads; `memory` is that of the block, see `QuantizeTraits.shared_bytes`."""
         problem = self.problem
         visit = self.visit(tensors, work, number)
         span = visit.span
         tile = self.tile(span)
-        mixer = self.mixer(tile, memory)
+        turner = self.turner(tensors, tile, memory)
         words = tile.words()
-        tile.load_words(visit.source[Int32(0)], words, problem.dtype)
-        mixer.put_angles(rotary_of(problem, tensors))
+        self.load(tile, visit.source[Int32(0)], words)
+        turner.put_angles()
+        if const_expr(problem.measures_heads):
+            cute.arch.griddepcontrol_wait()  # other kernels bring the scales
         if const_expr(problem.scales_by_block):
-            self.convert_blocks(tensors, visit, mixer, words)
+            self.convert_blocks(tensors, visit, turner, words)
         else:
-            kv_head = visit.first // visit.sharing
-            rest = visit.first - kv_head * visit.sharing  # heads before the next one that share its KV head
             for step in cutlass.range(visit.count, unroll=1):
-                place = Place(span.entry, visit.place.tile, kv_head)
+                place = Place(span.entry, visit.place.tile, (visit.first + step) // visit.sharing)
                 factor = problem.hadamard_scale / self.scales.of_qk(tensors, visit.is_q, place)[0]
-                held = mixer.turned(words)
-                if const_expr(not problem.is_packed):  # of packed sequences not sooner, which would take registers
-                    self.load_next(visit, tile, step, words)
-                self.put(visit.target[step], self.again_held(span, held, step), factor)
-                if const_expr(problem.is_packed):
-                    self.load_next(visit, tile, step, words)
-                is_last = rest + 1 == visit.sharing
-                kv_head, rest = kv_head + cutlass.select_(is_last, 1, 0), cutlass.select_(is_last, 0, rest + 1)
+                if const_expr(problem.keeps_angles):
+                    held = turner.turned(words, visit.source[step])
+                    if const_expr(self.traits.loads_ahead):
+                        self.load_next(visit, tile, step, words)
+                    self.put(visit.target[step], self.again_held(span, held, step), factor)
+                    if const_expr(not self.traits.loads_ahead):
+                        self.load_next(visit, tile, step, words)
+                else:
+                    again = dataclasses.replace(turner, tile=self.again(span, tile, step))
+                    held = again.held()
+                    for i in cutlass.range_constexpr(ROWS):
+                        again.turn(held, words, visit.source[step], i)
+                        put_row(visit.target[step], again.tile, i, held.eight_bits(i, factor, problem.to))
 
     @cute.jit
-    def load_next(self, visit: Visit, tile: MixedTile, step: Int32, words: cute.Tensor):
+    def load_next(self, visit: Visit, tile: Tile, step: Int32, words: cute.Tensor):
         """Load a thread's rows of the head after that of a step."""
         if step + 1 < visit.count:
-            tile.load_words(visit.source[step + 1], words, self.problem.dtype)
+            self.load(self.again(visit.span, tile, step), visit.source[step + 1], words)
+
+    def load(self, tile: Tile, source: Rows, words: cute.Tensor) -> None:
+        """Load a thread's rows of a head, unless `Turner.turned` does."""
+        if self.problem.keeps_angles:
+            tile.load_words(source, words, CUTE_DTYPES[self.problem.dtype])
 
     @cute.jit
-    def convert_blocks(self, tensors: QuantizeTensors, visit: Visit, mixer: Mixer, words: cute.Tensor):
+    def convert_blocks(self, tensors: QuantizeTensors, visit: Visit, turner: Turner, words: cute.Tensor):
         """The same with scales of blocks, which are found.
 
         Heads that share a scale come twice, and the second time out of L2: all but the last one, whose rows the block
         still has. So `sharing` heads take 2 * `sharing` - 1 steps.
         """
-        tile, sharing = mixer.tile, visit.sharing
+        tile, sharing = turner.tile, visit.sharing
         numbers = self.scales.numbers(2)  # scales take turns, so that one barrier suffices
         last = 2 * sharing - 2
         peak, factor = Float32(0.0), Float32(1.0)
-        first, step, parity, kv_head = Int32(0), Int32(0), Int32(0), visit.first // sharing
-        while first < visit.count:
-            held = mixer.turned(words)
+        first, step, is_there = Int32(0), Int32(0), visit.count > 0
+        while is_there:
             head = first + cutlass.select_(step < sharing, step, step - sharing)
+            held = self.turned(turner, visit.span, step, words, visit.source[head])
             is_last = step == last
             following = first + cutlass.select_(
                 is_last, sharing, cutlass.select_(step + 1 < sharing, step + 1, step + 1 - sharing)
             )
-            if following < visit.count:
-                self.again(visit.span, tile, step).load_words(visit.source[following], words, self.problem.dtype)
+            is_there = following < self.count(tensors, visit.is_q, copy_of(visit.first, step))
+            if is_there:
+                self.load(self.again(visit.span, tile, step), visit.source[following], words)
             if step < sharing:
                 peak = cute.arch.fmax(peak, held.magnitude())
             if step == sharing - 1:
-                factor = self.find_factor(tensors, visit, kv_head, tile, peak, numbers[None, parity])
-                peak, parity, kv_head = Float32(0.0), 1 - parity, kv_head + 1
+                kv_head = (visit.first + first) // sharing
+                factor = self.find_factor(tensors, visit, kv_head, tile, peak, numbers[None, kv_head & 1])
+                peak = Float32(0.0)
             if step >= sharing - 1:
                 self.put(visit.target[head], self.again_held(visit.span, held, step), factor)
             first = cutlass.select_(is_last, first + sharing, first)
             step = cutlass.select_(is_last, 0, step + 1)
 
     def find_factor(
-        self, tensors: QuantizeTensors, visit: Visit, kv_head: Int32, tile: MixedTile, peak: Float32, numbers: Any
+        self, tensors: QuantizeTensors, visit: Visit, kv_head: Int32, tile: Tile, peak: Float32, numbers: Any
     ) -> Float32:
         """What rows of a KV head are multiplied with, from the largest magnitude of a thread's; writes their scale."""
         found = self.scales.find(peak * self.problem.hadamard_scale, tile, numbers)
@@ -162,7 +182,7 @@ class RotatedHeads:
     def put(self, target: Rows, held: Held, factor: Float32) -> None:
         """Write a thread's rows of a head."""
         for i in range(held.tile.rows):
-            put_row(target, held.tile, i, self.rounded(held, i, factor))
+            put_row(target, held.tile, i, held.eight_bits(i, factor, self.problem.to))
 
     @cute.jit
     def sizes(
@@ -182,40 +202,40 @@ class RotatedHeads:
         problem, traits = self.problem, self.traits
         source = HeadRows.of(is_q, (tensors.q, tensors.k), span.origin, first)
         shape = traits.num_threads, traits.visits
-        of_angles = traits.num_threads * ANGLES_BYTES // 4
+        of_angles = traits.num_threads * ANGLES_BYTES // 4 if problem.keeps_angles else 0
         found = part_of(memory, of_angles, shape)[cute.arch.thread_idx()[0], None]
         found.fill(0.0)
-        tile = self.tile(span)
-        mixer = self.mixer(tile, memory)
-        words = tile.words()
+        words = self.tile(span).words()
         for t in cutlass.range(tiles, unroll=1):
-            tile = dataclasses.replace(tile, first=span.first + t * traits.tokens)
-            mixer = dataclasses.replace(mixer, tile=tile)
-            tile.load_words(source[Int32(0)], words, problem.dtype)
-            mixer.put_angles(rotary_of(problem, tensors))
+            tile = dataclasses.replace(self.tile(span), first=span.first + t * traits.tokens)
+            turner = self.turner(tensors, tile, memory)
+            self.load(tile, source[Int32(0)], words)
+            turner.put_angles()
             for step in cutlass.range(count, unroll=1):
-                held = mixer.turned(words)
+                held = self.turned(turner, span, step, words, source[step])
                 if step + 1 < count:
-                    self.again(span, tile, step).load_words(source[step + 1], words, problem.dtype)
-                found[step] = cute.arch.fmax(found[step], held.magnitude())
+                    self.load(self.again(span, tile, step), source[step + 1], words)
+                if const_expr(problem.keeps_angles):
+                    found[step] = cute.arch.fmax(found[step], held.magnitude())
+                else:  # all rows together would take registers
+                    for i in cutlass.range_constexpr(ROWS):
+                        found[step] = cute.arch.fmax(found[step], held.only(i).magnitude())
         return found
 
-    def mixer(self, tile: MixedTile, memory: cute.Tensor) -> Mixer:
-        """What rotates rows of a tile, see `Mixer.of`."""
-        return Mixer.of(tile, self.problem.dtype, self.problem.hadamard, self.traits, memory)
+    def turner(self, tensors: QuantizeTensors, tile: Tile, memory: cute.Tensor | None) -> Turner:
+        """What rotates rows of a tile, see `Turner.of`."""
+        return Turner.of(self.problem, self.traits, tensors, tile, memory)
 
-    def again(self, span: Span, tile: MixedTile, step: Int32) -> MixedTile:
+    def turned(self, turner: Turner, span: Span, step: Int32, words: cute.Tensor, rows: Rows) -> Held:
+        """A thread's rows of a head after the embedding."""
+        if not self.problem.keeps_angles:  # addresses of tables would take registers
+            turner = dataclasses.replace(turner, tile=self.again(span, turner.tile, step))
+        return turner.turned(words, rows)
+
+    def again(self, span: Span, tile: Tile, step: Int32) -> Tile:
         """The same tile, found once more: to keep what follows from it would take registers."""
         return dataclasses.replace(self.tile(span, thread_again(step)), first=tile.first)
 
     def again_held(self, span: Span, held: Held, step: Int32) -> Held:
         """The same rows, of the tile that `again` gives."""
         return dataclasses.replace(held, tile=self.again(span, held.tile, step))
-
-    def rounded(self, held: Held, i: int, factor: Float32) -> cute.Tensor:
-        """Words of 8 bits of a thread's row `i`, times a factor; zeros if it does not count."""
-        words = eight_bits(held, i, factor, self.problem.to)
-        if self.problem.is_packed:
-            for w in range(cute.size(words)):
-                words[w] = cutlass.select_(held.tile.has(i), words[w], Uint32(0))
-        return words

@@ -74,11 +74,12 @@ class Tile:
 
     Attributes:
         first, last: the tile's first row, and the last row of its sequence that counts.
-        half: if a thread has 8 columns in each half of a row, how many chunks of 8 a half has; otherwise 0.
-        end: of packed sequences, whose last rows may not count, where their rows end; None if all count.
-        lane: the thread's columns begin at 16 times this, or at 8 times this in both halves of a row.
+        lane: the thread's columns begin at 16 times this.
         quad: which four rows of the tile it has.
         is_own: no thread before it has the same; the threads beyond a tile's last quad repeat that.
+        end: of packed sequences, whose last rows may not count, where their rows end; None if all count.
+        rows: how many rows a thread has.
+        parts: of how many times 16 columns each.
     """
 
     first: Int32
@@ -87,7 +88,8 @@ class Tile:
     quad: Int32
     is_own: Boolean
     end: Int32 | None = None
-    half: cutlass.Constexpr[int] = 0
+    rows: cutlass.Constexpr[int] = ROWS
+    parts: cutlass.Constexpr[int] = 1
 
     @classmethod
     def of(cls, first: Int32, seqlen: Int32, head_dim: int, quads: int, thread: Int32 | None = None) -> Tile:
@@ -122,10 +124,20 @@ class Tile:
 
         A row after the last is loaded as the last: without branches all loads are in flight together.
         """
-        loaded = cute.make_rmem_tensor((ALIGN_BYTES * 8 // dtype.width * len(offsets), ROWS), dtype)
-        for i in range(ROWS):
+        loaded = cute.make_rmem_tensor((ALIGN_BYTES * 8 // dtype.width * len(offsets), self.rows), dtype)
+        for i in range(self.rows):
             self.load_row(rows, offsets, i, loaded[None, i])
         return loaded
+
+    def words(self) -> cute.Tensor:
+        """(pairs of columns, rows) for the thread's 16-bit elements."""
+        return cute.make_rmem_tensor((self.parts * COLUMNS // 2, self.rows), Uint32)
+
+    def load_words(self, rows: Rows, words: cute.Tensor, dtype: Numeric) -> None:
+        """Load the thread's elements, of a type `dtype` of 16 bits, likewise."""
+        offsets = tuple(chunk * ALIGN_BYTES for chunk in self.chunks())
+        for i in range(self.rows):
+            self.load_row(rows, offsets, i, cute.recast_tensor(words[None, i], dtype))
 
     def load_row(self, rows: Rows, offsets: tuple[Int32, ...], i: int, target: cute.Tensor) -> None:
         """Load of the thread's row `i` 16 bytes from each of some byte offsets on."""
@@ -140,22 +152,12 @@ class Tile:
 
     def store_row(self, target: Rows, i: int, words: cute.Tensor) -> None:
         """Write the thread's row `i` of 8-bit elements, given as 4 words."""
-        pieces = cute.zipped_divide(words, (WORDS // 2 if self.half else WORDS,))
-        nbytes = COLUMNS // 2 if self.half else COLUMNS
-        atom = cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=nbytes * 8)
-        firsts = self.chunks() if self.half else (self.lane,)
-        for j, first in enumerate(firsts):
-            cute.copy(atom, pieces[None, j], target.piece(self.row(i), first * nbytes, Uint32, nbytes))
+        atom = cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=COLUMNS * 8)
+        cute.copy(atom, words, target.piece(self.row(i), self.lane * COLUMNS, Uint32, COLUMNS))
 
     def chunks(self) -> tuple[Int32, ...]:
         """The thread's columns of a row of 16-bit elements, counted in 16 bytes."""
-        if self.half:
-            return self.lane, self.lane + self.half
         return tuple(self.lane * CHUNKS + j for j in range(CHUNKS))
-
-    def elements(self, rows: Rows, dtype: Numeric) -> cute.Tensor:
-        """(columns, rows) the thread's elements of fp16 or bf16 rows."""
-        return self.load(rows, tuple(chunk * ALIGN_BYTES for chunk in self.chunks()), dtype)
 
 
 def shared_numbers(nbytes: int) -> cute.Tensor | None:
@@ -182,9 +184,14 @@ def thread_again(step: Int32) -> Int32:
 
     So nothing that follows from it takes registers from one step to the next.
     """
-    numbers = [cute.arch.thread_idx()[0], step]
-    copy = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0}; // {$r1}", write_only_types=[Int32], read_only_args=numbers)
-    return copy & (MOST_THREADS - 1)  # it is not negative
+    return copy_of(cute.arch.thread_idx()[0], step) & (MOST_THREADS - 1)  # it is not negative
+
+
+def copy_of(value: Int32, step: Int32) -> Int32:
+    """A number, of which the compiler does not know that it is the same at each step."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0}; // {$r1}", write_only_types=[Int32], read_only_args=[value, step]
+    )
 
 
 def own_columns(vector: cute.Tensor, tile: Tile) -> cute.Tensor:
@@ -219,29 +226,6 @@ def widened(row: cute.Tensor) -> cute.Tensor:
     values = cute.make_rmem_tensor_like(row, Float32)
     values.store(row.load().to(Float32))
     return values
-
-
-def largest_magnitude(rows: Iterable[cute.Tensor]) -> Float32:
-    """The largest magnitude of a thread's finite values; 0 without one."""
-    peak = Float32(0.0)
-    for row in rows:
-        peak = cute.arch.fmax(peak, row_magnitude(row))
-    return peak
-
-
-@cute.jit
-def row_magnitude(row: cute.Tensor):
-    """The same of one row. A maximum leaves NaN out by itself; infinities are rare, and left out in a second look."""
-    peak = peak_of([cute.math.abs(row[e]) for e in range(COLUMNS)])
-    if peak == Float32.inf:
-        peak = finite_magnitude(row)
-    return peak
-
-
-def finite_magnitude(row: cute.Tensor) -> Float32:
-    """The same without a branch: for code that has few registers left."""
-    sizes = [cute.math.abs(row[e]) for e in range(COLUMNS)]
-    return peak_of([cutlass.select_(size < Float32.inf, size, Float32(0.0)) for size in sizes])
 
 
 def peak_of(sizes: Iterable[Float32]) -> Float32:

@@ -56,6 +56,8 @@ class Values:
             mean = None
             if const_expr(problem.smooths_v):
                 mean = self.mean(tensors, span, place, tile)
+            elif const_expr(problem.measures_heads):
+                cute.arch.griddepcontrol_wait()  # they bring the scale, too
             size = held.magnitude(mean) if problem.scales_by_block else None
             factor = self.factor(tensors, span, place, tile, size, self.scales.numbers()[None, 0])
             value = functools.partial(held.value, mean=mean)

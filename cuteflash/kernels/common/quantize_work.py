@@ -1,9 +1,8 @@
-"""Which part of Q, K and V a block of the quantising kernels works on, and how Q and K get there."""
+"""Which part of Q, K and V a block of the quantising kernels works on."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import cutlass
@@ -11,13 +10,10 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, Boolean, Int32, Int64, const_expr
 
 from cuteflash.core.schedule import owner_of
-from cuteflash.core.signature import ALIGN_BYTES, CUTE_DTYPES
 from cuteflash.core.tile_numbers import count_tiles, first_tile
-from cuteflash.kernels.common.quantize_rotary import Rotary, mix
-from cuteflash.kernels.common.quantize_signature import TABLE_DTYPES
-from cuteflash.kernels.common.quantize_tile import Rows, Tile, widened
+from cuteflash.kernels.common.quantize_tile import Rows, Tile
 from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeProblem, QuantizeTensors
-from cuteflash.traits.quantize import COLUMNS, ROWS, QuantizeTraits
+from cuteflash.traits.quantize import QuantizeTraits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +43,12 @@ class Span:
     rows: Int32
     end: Int32 | None = None
 
-    def tile(self, first: Int32, head_dim: int, quads: int, splits: bool = False, thread: Int32 | None = None) -> Tile:
+    def tile(self, first: Int32, head_dim: int, quads: int, thread: Int32 | None = None) -> Tile:
         """The calling thread's part of a tile of `head_dim` columns that begins at row `first` of the sequence.
 
-        `splits` is `QuantizeProblem.splits_columns`; `thread` is the thread's number, if it is at hand.
+        `thread` is the thread's number, if it is at hand.
         """
-        half = head_dim // COLUMNS if splits else 0
-        return dataclasses.replace(Tile.of(first, self.rows, head_dim, quads, thread), end=self.end, half=half)
+        return dataclasses.replace(Tile.of(first, self.rows, head_dim, quads, thread), end=self.end)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,47 +283,3 @@ def tile_span(
         return packing.span(place.tile, traits.tokens, BLOCK_TOKENS)
     seqlen = Int32(tensors.v.shape[1]) if is_q is None else seqlen_of(tensors, is_q)
     return Span(place.batch, place.batch, place.tile * traits.tokens, seqlen)
-
-
-def rotated(
-    problem: QuantizeProblem, tensors: QuantizeTensors, is_q: Boolean, part: tuple[Int32, Int32], tile: Tile
-) -> Iterator[cute.Tensor]:
-    """A thread's rows of a tile of Q or K, one after the other, with all rotations: fp32.
-
-    `part` is what `Rows.of` takes: origin and head. A Hadamard rotation is left without its factor,
-    `problem.hadamard_scale`.
-    """
-    dtype = CUTE_DTYPES[problem.dtype]
-    rows = choose(is_q, *(Rows.of(x, *part) for x in (tensors.q, tensors.k)))
-    elements, rotary = tile.elements(rows, dtype), rotary_of(problem, tensors)
-    for i in range(ROWS):
-        values = widened(elements[None, i])
-        if rotary is not None:
-            rotary.rotate(values, rows, dtype, tile, i, rotary.angles(tile, i))
-        if problem.hadamard:
-            mix(values, tile, problem.hadamard)
-        yield values
-
-
-def rotary_of(problem: QuantizeProblem, tensors: QuantizeTensors) -> Rotary | None:
-    """The rotary embedding, None without one."""
-    if not problem.rotary_dim:
-        return None
-    tables = (Rows.of_table(x) for x in (tensors.cos, tensors.sin))
-    return Rotary(problem, *tables, Int32(tensors.cos.shape[0]) - 1, TABLE_DTYPES[problem.rotary_dtype])
-
-
-def rotated_heads(problem: QuantizeProblem, tensors: QuantizeTensors, heads: list[Rows], tile: Tile, i: int):
-    """A thread's row `i` of several heads, one after the other, as `rotated` gives it: they share cosines and sines."""
-    dtype, rotary = CUTE_DTYPES[problem.dtype], rotary_of(problem, tensors)
-    offsets = tuple(chunk * ALIGN_BYTES for chunk in tile.chunks())
-    elements = cute.make_rmem_tensor((COLUMNS, len(heads)), dtype)
-    for h, rows in enumerate(heads):
-        tile.load_row(rows, offsets, i, elements[None, h])
-    angles = rotary.angles(tile, i)
-    for h, rows in enumerate(heads):
-        values = widened(elements[None, h])
-        rotary.rotate(values, rows, dtype, tile, i, angles)
-        if problem.hadamard:
-            mix(values, tile, problem.hadamard)
-        yield values
