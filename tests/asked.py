@@ -3,6 +3,8 @@
     python -m tests.asked CACHE                  # all of tests/gpu: compiles them into the cache CACHE, lists spills
     python -m tests.asked CACHE tests/gpu/test_sinks.py --jobs 2
 
+It ends with 1 if a kernel cannot be compiled, or if ptxas complains of one and that spill is not in `tests/spills.py`.
+
 A GPU run with `CUTEFLASH_CACHE_DIR` naming such a cache compiles little, as long as sources and compiler are the same.
 To find the kernels, the tests run on CPU tensors that are taken for a Hopper GPU's (`benchmarks.stand_in`), on which
 launches do nothing: results hold anything, so that assertions are left out (`PYTHONOPTIMIZE`), and tests may fail later
@@ -25,6 +27,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.spills import SPILLS, kernel_id
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOUND = "ASKED_KERNELS"  # in the environment: where each process of a run writes what it found
@@ -112,18 +116,21 @@ def find(files: Sequence[str], jobs: int) -> list[Kernel]:
     return list({repr(kernel): kernel for part in parts for kernel in part}.values())
 
 
-def compile_one(kernel: Kernel) -> str | None:
-    """Compile a kernel into the cache; in words what ptxas complains of."""
+def compile_one(kernel: Kernel) -> tuple[str, bool] | None:
+    """Compile a kernel into the cache; in words what ptxas complains of, and whether `SPILLS` has that."""
     from cuteflash.compile import build
 
     report = build(*kernel)
+    if not report.complaints:
+        return None
     kernel_cls, traits, problem, target = kernel
-    words = "; ".join(report.complaints)
-    return f"{kernel_cls.__name__} for {target}: {words}: {traits}, {problem}" if words else None
+    used, most = report.resources, SPILLS.get(kernel_id(kernel_cls, problem, target), 0)
+    words = f"{kernel_cls.__name__} for {target}: {'; '.join(report.complaints)}: {traits}, {problem}"
+    return words, not used.warnings and used.spill_store_bytes <= most
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Find, compile, list complaints; 1 if a kernel could not be compiled."""
+    """Find, compile, list complaints; 1 if a kernel could not be compiled or spills without being known to."""
     parser = argparse.ArgumentParser(prog="python -m tests.asked", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cache", type=pathlib.Path, help="folder of the kernel cache")
     parser.add_argument("files", nargs="*", help="test files; by default those of tests/gpu but for some")
@@ -134,20 +141,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{len(kernels)} kernels")
     options.cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ["CUTEFLASH_CACHE_DIR"] = str(options.cache.resolve())
-    failed = slow = 0
+    failed = slow = unknown = 0
     with concurrent.futures.ProcessPoolExecutor(options.jobs) as pool:
         for future in [pool.submit(compile_one, kernel) for kernel in kernels]:
             try:
-                words = future.result()
+                complaint = future.result()
             except Exception as failure:
                 failed += 1
                 print(f"failed: {failure}")
                 continue
-            if words is not None:
+            if complaint is not None:
+                words, is_known = complaint
                 slow += 1
-                print(words)
-    print(f"{len(kernels) - failed} compiled, of {slow} ptxas complains, {failed} failed")
-    return 1 if failed else 0
+                unknown += not is_known
+                print(f"{'known' if is_known else 'not in tests/spills.py'}: {words}")
+    print(f"{len(kernels) - failed} compiled, of {slow} ptxas complains, {unknown} not known, {failed} failed")
+    return 1 if failed or unknown else 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ pytest.importorskip("tvm_ffi")
 from cuteflash.kernels.common.quantize import Quantize
 from cuteflash.quantize_problem import QuantizeProblem
 from cuteflash.traits.quantize import TARGET, QuantizeTraits
-from tests import asked
+from tests import asked, spills
 
 
 @pytest.mark.slow
@@ -40,6 +40,19 @@ def test_what_is_found_is_compiled_into_the_cache(
     monkeypatch.setenv("CUTEFLASH_CACHE_DIR", "")  # what `main` sets is taken back
     assert asked.main([str(tmp_path / "cache"), "--jobs", "1"]) == 1
     said = capsys.readouterr().out
-    assert said.startswith("3 kernels\n") and said.endswith("2 compiled, of 1 ptxas complains, 1 failed\n")
-    assert "failed: " in said and "sm_1" in said and "Quantize for sm_90a: spills" in said
+    assert said.startswith("3 kernels\n") and said.endswith("2 compiled, of 1 ptxas complains, 1 not known, 1 failed\n")
+    assert "failed: " in said and "sm_1" in said and "not in tests/spills.py: Quantize for sm_90a: spills" in said
     assert len(list((tmp_path / "cache").glob("*.o"))) == 2
+
+
+def test_a_known_spill_is_no_failure(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = QuantizeProblem("bf16", 256, 256, has_scales=True)
+    squeezed = Quantize, QuantizeTraits(256, resident=4), problem, TARGET
+    monkeypatch.setattr(asked, "find", lambda files, jobs: [squeezed])
+    monkeypatch.setenv("CUTEFLASH_CACHE_DIR", "")
+    monkeypatch.setitem(spills.SPILLS, "Quantize sm_90a dtype=bf16 head_dim=256 head_dim_v=256 has_scales=True", 4096)
+    assert asked.main([str(tmp_path / "cache"), "--jobs", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "known: Quantize" in said and said.endswith("1 compiled, of 1 ptxas complains, 0 not known, 0 failed\n")

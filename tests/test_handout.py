@@ -115,8 +115,8 @@ class Order:
     def __init__(self, size: int) -> None:
         self.numbers, self.count, self.closed = itertools.count(), size, 0
 
-    def size(self) -> int:
-        return self.count
+    def holds(self, index: int) -> bool:
+        return index < self.count
 
     def draw(self) -> int:
         return next(self.numbers)

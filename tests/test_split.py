@@ -17,7 +17,7 @@ from cuteflash.core.split import share_of_tile, share_size
 from cuteflash.core.split_slots import partials_size, slot_of
 from cuteflash.core.tile import KeyBlocks, KeyShare
 from cuteflash.dispatch import choose_shipped
-from cuteflash.problem import PACKED, FwdProblem, Operands, Scores, Storage
+from cuteflash.problem import DTYPES, PACKED, FwdProblem, Operands, Scores, Storage
 from cuteflash.split_planning import Tiles, lanes_of, shares_of
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.base import FwdTraits
@@ -240,8 +240,8 @@ def kernels() -> list[tuple[str, FwdTraits, FwdProblem]]:
     """Each kernel that a target chooses, once."""
     found = {}
     for (target, family), head_dims in itertools.product(FAMILIES, HEAD_DIMS):
-        easiest = FwdProblem(Operands.of("bf16", *head_dims, 4), Scores("full"), is_split=True)
-        for problem in (hardest(head_dims), easiest):
+        easiest = (FwdProblem(Operands.of(dtype, *head_dims, 4), Scores("full"), is_split=True) for dtype in DTYPES)
+        for problem in (hardest(head_dims), *easiest):
             traits = choose_shipped(problem, target, family).traits
             found.setdefault(traits, (target, traits, problem))
     return list(found.values())

@@ -73,6 +73,7 @@ def ragged_order(
         passes=passes,
         tile_tokens=kernel.tile_tokens,
         longest_first=kernel.longest_first,
+        spares_registers=kernel.problem.operands.transposed_v,
     )
 
 

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from cuteflash.core.lengths import Vector
+from cuteflash.core.scores import computed_here
 from cuteflash.core.tile_numbers import count_tiles, first_tile
 
 # K and V of the heads that run at the same time should stay in the L2 cache (A100 40 MB, H100 50 MB);
@@ -139,6 +140,8 @@ class RaggedOrder:
             have drawn all before it; otherwise its first tile is the one with the block's number.
         alike: sequences own about as many tile numbers each, so that a number's sequence is first looked for where it
             would be if they all owned as many.
+        spares_registers: the size is computed again for each tile, and a tile's head before its sequence is looked for:
+            a warp with 24 registers that looks for tiles spills what it would keep instead.
     """
 
     cu_q: Vector
@@ -152,6 +155,7 @@ class RaggedOrder:
     longest_first: cutlass.Constexpr[bool]
     draws_first: cutlass.Constexpr[bool] = False
     alike: cutlass.Constexpr[bool] = False
+    spares_registers: cutlass.Constexpr[bool] = False
 
     @staticmethod
     def wide_group(group: Int32, heads_per_kv: Int32) -> Int32:
@@ -169,6 +173,12 @@ class RaggedOrder:
         """Number of tiles, with those that do not exist."""
         return self.head_size() * self.heads * self.passes
 
+    def holds(self, index: Int32) -> Boolean:
+        """`index < size()`"""
+        if self.spares_registers:
+            return index < dataclasses.replace(self, rows=computed_here(self.rows)).size()
+        return index < self.size()
+
     def head_size(self) -> Int32:
         """Number of tiles of one head, with those that do not exist."""
         return count_tiles(self.rows, self.batch, self.tile_tokens)
@@ -185,6 +195,7 @@ class RaggedOrder:
         in_group = index % per_group
         width = cutlass.min(self.group, self.heads - first)
         number = in_group // width
+        head = first + in_group - number * width if const_expr(self.spares_registers) else None
         if const_expr(self.longest_first):
             is_first_pass = number < size
             number = number % size
@@ -201,7 +212,9 @@ class RaggedOrder:
             m_block = owned - 1 - m_block
             if self.passes == 2 and is_first_pass != (2 * m_block >= owned):
                 m_block = owned  # the other pass has this tile
-        return m_block, first + in_group % width, sequence
+        if const_expr(head is None):
+            head = first + in_group % width
+        return m_block, head, sequence
 
     def sequence_of(self, number: Int32) -> Int32:
         """See `owner_of`."""

@@ -27,6 +27,7 @@ SM80_TURNS: dict[int, dict[str, Any]] = {
 # For what is short of registers in calls without turns, too.
 SM80_IDLE: dict[str, Any] = SM80_TURNS[8] | {"idle_warpgroup": True, "double_buffer": False}
 SM80_SWITCHES: tuple[dict[str, Any], ...] = ({}, {"double_buffer": False}, {"fresh_addresses": True})
+SM80_FULL = 160  # registers of accumulators, beside which those of bounds may be spilled
 
 SM90_TILE_M = range(48, 145, 16)
 SM90_TILE_N = (64, 128, 192)
@@ -89,6 +90,9 @@ def _variants(base: BwdTraitsSm80) -> Iterator[BwdTraitsSm80]:
         for adds in (*SM80_ADDS, SM80_TURNS[base.num_warps]) if plainest else SM80_ADDS:
             added = dataclasses.replace(traits, **adds)
             yield from changed(added, SM80_SWITCHES if plainest else SM80_SWITCHES[:1])
+            alike = added.s_warps == added.dkv_warps == added.dq_warps
+            if plainest and alike and added.vector_add and added.accumulator_regs >= SM80_FULL:
+                yield dataclasses.replace(added, double_buffer=False, fresh_bounds=True)
         if plainest and base.num_warps == max(SM80_TURNS):
             yield dataclasses.replace(traits, **SM80_IDLE)
 
@@ -99,7 +103,10 @@ def _tiny(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm80]:
     names = ("fresh_addresses", "double_buffer", "vector_add", "lone_tiles")
     for blocks, *values in itertools.product(SM80_TINY_BLOCKS, *((False, True) for _ in names)):
         switches: dict[str, Any] = dict(zip(names, values, strict=True))
-        yield dataclasses.replace(small, blocks_per_sm=blocks, **switches)
+        traits = dataclasses.replace(small, blocks_per_sm=blocks, **switches)
+        yield traits
+        if traits.lone_tiles and traits.vector_add and not traits.fresh_addresses:
+            yield dataclasses.replace(traits, fresh_loops=True)
 
 
 def bwd_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm90 | BwdTwoPassTraitsSm90]:

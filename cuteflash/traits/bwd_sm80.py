@@ -45,6 +45,9 @@ class BwdTraitsSm80:
         stages: Q and dO tiles in flight (1: each step waits for its own).
         fresh_addresses: compute shared-memory addresses again in each step: it takes time, but otherwise the swizzled
             address of every k-block may take a register for the whole loop.
+        fresh_loops: compute what depends on the thread, such as addresses, again before each loop over query blocks, of
+            which a mask has two or three for each query head: what is kept for one takes a register in the others, too.
+        fresh_bounds: compute the bounds of a mask in each step that needs them.
         double_buffer: fetch the next k-block's fragments by ldmatrix while the tensor cores work on this one.
         vector_add: dQ is added 16 bytes at once, which takes sm_90 or later.
         lone_tiles: the block of a sequence that is one tile of queries and one of keys stores dQ itself, rounded.
@@ -78,6 +81,8 @@ class BwdTraitsSm80:
     dq_warps: int = 2
     stages: int = 2
     fresh_addresses: bool = False
+    fresh_loops: bool = False
+    fresh_bounds: bool = False
     double_buffer: bool = True
     vector_add: bool = False
     lone_tiles: bool = False

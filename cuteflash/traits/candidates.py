@@ -28,6 +28,7 @@ AnyTraits = TypeVar("AnyTraits")
 SM80_WARPS = ((32, 2), (64, 2), (64, 4), (128, 4), (128, 8), (256, 8))
 SM80_TILE_N = (32, 48, 64, 80, 96, 112, 128, 160, 192)
 SM80_STAGES = (1, 2, 3)
+SM80_TALL = 32
 SM80_MAX_BLOCKS = 4
 AMPERE = ARCHS["sm_80"]  # for its register file, which all architectures have
 
@@ -103,6 +104,8 @@ def _resident(base: FwdTraitsSm80) -> Iterator[FwdTraitsSm80]:
             if not runs_somewhere(traits):
                 return
             yield dataclasses.replace(traits, cutlass_symbol=True)
+            if base.tile_m == SM80_TALL * base.num_warps:  # the most accumulators, beside which others are spilled
+                yield dataclasses.replace(traits, late_addresses=True)
 
 
 def fwd_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsSm90]:

@@ -5,7 +5,21 @@
 
 from __future__ import annotations
 
-from cuteflash.traits.row import BF16, CAUSAL, FP16, FULL, LONG, LSE, SHORT, SOFTCAP, VARLEN, WINDOW, Row, fwd_sm80
+from cuteflash.traits.row import (
+    BF16,
+    CAUSAL,
+    DECODE,
+    FP16,
+    FULL,
+    LONG,
+    LSE,
+    SHORT,
+    SOFTCAP,
+    VARLEN,
+    WINDOW,
+    Row,
+    fwd_sm80,
+)
 
 ROWS: tuple[Row, ...] = (
     fwd_sm80(
@@ -39,12 +53,32 @@ ROWS: tuple[Row, ...] = (
     fwd_sm80(64, 256, 64, 8, FULL, dtypes=FP16, lengths=LONG, kv_stage=2, q_in_regs=True).measured(
         "NVIDIA H200", "2026-11-21", 341
     ),
-    fwd_sm80(64, 128, 64, 4, FULL + CAUSAL, dtypes=BF16, lengths=LONG, q_in_regs=True, blocks_per_sm=2).measured(
+    fwd_sm80(64, 128, 64, 4, FULL, dtypes=BF16, lengths=LONG, q_in_regs=True, blocks_per_sm=2).measured(
+        "NVIDIA H200", "2026-11-21", 326
+    ),
+    fwd_sm80(64, 128, 64, 4, CAUSAL, dtypes=BF16, lengths=LONG, without=LSE, q_in_regs=True, blocks_per_sm=2).measured(
         "NVIDIA H200", "2026-11-21", 326
     ),
     fwd_sm80(
-        64, 128, 64, 4, CAUSAL, dtypes=FP16, lengths=LONG, without=SOFTCAP, q_in_regs=True, blocks_per_sm=2
+        64, 128, 64, 4, CAUSAL, dtypes=BF16, lengths=LONG, q_in_regs=True, late_addresses=True, blocks_per_sm=2
     ).measured("NVIDIA H200", "2026-11-21", 326),
+    fwd_sm80(
+        64, 128, 64, 4, CAUSAL, dtypes=FP16, lengths=LONG, without=SOFTCAP + LSE, q_in_regs=True, blocks_per_sm=2
+    ).measured("NVIDIA H200", "2026-11-21", 326),
+    fwd_sm80(
+        64,
+        128,
+        64,
+        4,
+        CAUSAL,
+        dtypes=FP16,
+        lengths=LONG,
+        without=SOFTCAP,
+        q_in_regs=True,
+        late_addresses=True,
+        blocks_per_sm=2,
+    ).measured("NVIDIA H200", "2026-11-21", 326),
+    fwd_sm80(64, 128, 64, 4, CAUSAL, dtypes=FP16, lengths=DECODE, q_in_regs=True, late_addresses=True, blocks_per_sm=2),
     fwd_sm80(64, 128, 64, 4, lengths=SHORT + LONG, kv_stage=2, blocks_per_sm=2).measured(
         "NVIDIA H200", "2026-11-21", 262
     ),
@@ -93,7 +127,17 @@ ROWS: tuple[Row, ...] = (
         blocks_per_sm=3,
     ).measured("NVIDIA H200", "2026-11-21", 261),
     fwd_sm80(
-        128, 128, 48, 4, FULL, dtypes=FP16, lengths=SHORT, without=SOFTCAP + LSE + VARLEN, kv_stage=2, blocks_per_sm=2
+        128,
+        128,
+        48,
+        4,
+        FULL,
+        dtypes=FP16,
+        lengths=SHORT,
+        without=SOFTCAP + LSE + VARLEN,
+        kv_stage=2,
+        late_addresses=True,
+        blocks_per_sm=2,
     ).measured("NVIDIA H200", "2026-11-21", 334),
     fwd_sm80(128, 128, 48, 4, FULL, dtypes=BF16, without=VARLEN, kv_stage=2, blocks_per_sm=2).measured(
         "NVIDIA H200", "2026-11-21", 334

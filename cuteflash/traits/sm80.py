@@ -103,6 +103,8 @@ class FwdTraitsSm80:
         longest_first: the long tiles of a causal or windowed problem start first.
         cutlass_symbol: leave "cutlass" in the kernel's symbol, for which ptxas schedules more aggressively: more
             latency hidden, more registers and sometimes spills.
+        late_addresses: compute where rows of O and of the log-sum-exp go after the loop over keys, through which it
+            would otherwise take registers.
         blocks_per_sm: resident blocks the compiler must leave registers for.
         splits: the keys of a tile may be dealt to several blocks (`cuteflash.core.split`); such rows run nothing else.
     """
@@ -128,6 +130,7 @@ class FwdTraitsSm80:
     fused_softmax: bool = True
     longest_first: bool = True
     cutlass_symbol: bool = False
+    late_addresses: bool = False
     blocks_per_sm: int = 1
     splits: bool = False
 

@@ -84,6 +84,8 @@ def split_candidates_sm80(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsS
         yield base
         if runs_somewhere(base):
             yield dataclasses.replace(base, double_buffer=False)
+            if in_regs:
+                yield dataclasses.replace(base, late_addresses=True)
 
 
 def cache_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsCacheSm90 | FwdTraitsFewSm90]:

@@ -9,12 +9,14 @@ dQ = dS K               added to the sum in memory
 
 from __future__ import annotations
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cuteflash.core.convert import rounded_fragment
-from cuteflash.core.scores import ScoreTile
+from cuteflash.core.scores import ScoreTile, computed_here
 from cuteflash.core.views import acc_as_operand_a, transposed
 from cuteflash.kernels.sm80.bwd_barriers import NamedBarrier, say_added, sync_warps
 from cuteflash.kernels.sm80.bwd_bundles import BwdTiles, Gradients, KeyWork, Operand, QuerySources
@@ -67,6 +69,9 @@ def accumulate(kernel: cutlass.Constexpr, g: Gradients, loads: QuerySources, wor
     position = Int32(0)
     for head in cutlass.range(work.launch.heads_per_kv, unroll=1):
         for lo, hi, masked in work.segments(kernel.problem.scores.mask):
+            if const_expr(kernel.traits.fresh_loops):
+                thread = computed_here(g.thread)
+                g, loads = dataclasses.replace(g, thread=thread), dataclasses.replace(loads, thread=thread)
             for index in cutlass.range(hi - lo, unroll=1):
                 m_block = hi - 1 - index if const_expr(work.is_descending) else lo + index
                 step(kernel, g, loads, work, (head, m_block, position), masked)

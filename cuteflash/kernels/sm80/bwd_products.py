@@ -85,7 +85,8 @@ def probabilities(
         for i in cutlass.range_constexpr(cute.size(slopes)):
             slopes[i] = 1.0 - g.acc_S[i] * g.acc_S[i]
     if const_expr(masked):
-        if const_expr(scores.chunked):  # bounds that cost a division would be kept for the whole loop
+        # Bounds from before the loop are registers in all of it; those of chunks, which cost a division, would be, too.
+        if const_expr(scores.chunked or kernel.traits.fresh_bounds):
             set_bounds(g, dataclasses.replace(work.tile, first_key=computed_here(work.tile.first_key)))
         g.scores.hide(m_block * kernel.traits.tile_m, g.bounds, True, scores.mask == "window")
     lse = column_statistics(sLSE, g.scores)

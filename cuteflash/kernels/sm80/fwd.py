@@ -15,6 +15,7 @@ registers (`cache_mma.py`). Not here: dropout, ALiBi, gradients.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import cutlass
@@ -29,6 +30,7 @@ from cuteflash.core.finish import finish_rows, normalize, write_lse
 from cuteflash.core.gqa import query_view
 from cuteflash.core.launch import Launch, batched
 from cuteflash.core.scales import Scales
+from cuteflash.core.scores import ScoreTile, computed_here
 from cuteflash.core.signature import CUTE_DTYPES, fwd_fake_args
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.split import each_part
@@ -181,6 +183,11 @@ class FlashFwdSm80:
     ):
         """Attend and write one tile."""
         f, tiles = self.attend_tile(operands, scales, launch, base, tile)
+        if const_expr(self.traits.late_addresses):
+            f, tile = (
+                dataclasses.replace(self.with_late_rows(f, launch), thread=computed_here(f.thread)),
+                found_late(tile),
+            )
         normalize(f.softmax, f.scores, f.out, tile, mLSE, scale_of_v(scales, tile), launch.sinks)
         write_output(self, f, operands.gO[None, None, tile.head, tile.batch], tiles.sO, tile)
 
@@ -199,6 +206,8 @@ class FlashFwdSm80:
         """Attend and write a tile, or this block's share of its keys, and merge what is due."""
         cute.arch.sync_threads()  # every warp is done with the shared memory of the tile before
         f, tiles = self.attend_tile(operands, scales, launch, base, tile)
+        if const_expr(self.traits.late_addresses):
+            f = self.with_late_rows(f, launch)
         lse = finish_rows(f.softmax, f.scores, tile, scale_of_v(scales, tile), launch.sinks)
         scale_rows(f.out, f.softmax.row_scale)
         if tile.share.is_whole():
@@ -211,6 +220,12 @@ class FlashFwdSm80:
             warps, is_scheduled = self.traits.num_warps, self.problem.is_scheduled
             partials.merge_if_due(tile, f.thread, warps, arrival, cute.arch.sync_threads, is_scheduled)
         return kv_pos
+
+    def with_late_rows(self, f: Fragments, launch: Launch) -> Fragments:
+        """The fragments; which rows are the thread's is computed after this."""
+        shape = self.traits.tile_m, self.traits.tile_n
+        here = ScoreTile.of(f.mma, computed_here(f.thread), f.acc_S, shape, launch.inner_scale, launch.packed_heads)
+        return dataclasses.replace(f, scores=dataclasses.replace(f.scores, first_row=here.first_row))
 
     def columns_of_out(self, f: Fragments) -> cute.Tensor:
         """The coordinates of `f.out`'s elements in the tile."""
@@ -272,6 +287,13 @@ class FlashFwdSm80:
             sVt=transposed(sV),
             sO=tile("o", self.smem_layout_o(), self.out_dtype),
         )
+
+
+def found_late(tile: QueryTile) -> QueryTile:
+    """The tile; nothing that depends on its place is computed before this for what comes after."""
+    place = {name: getattr(tile, name) for name in ("m_block", "head", "batch", "first_token")}
+    # Of packed sequences the entry of the batch mode is 0.
+    return dataclasses.replace(tile, **{k: computed_here(v) for k, v in place.items() if not isinstance(v, int)})
 
 
 def scale_of_v(scales: Scales | None, tile: QueryTile) -> Float32 | None:

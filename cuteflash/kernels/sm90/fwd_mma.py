@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import cutlass
@@ -10,6 +11,7 @@ from cutlass import Float32, Int32, const_expr
 
 from cuteflash.core.convert import rounded_fragment
 from cuteflash.core.finish import normalize
+from cuteflash.core.scores import computed_here
 from cuteflash.core.softmax import scale_rows
 from cuteflash.core.tile import KeyBlocks, QueryTile
 from cuteflash.kernels.sm90.bundles import Block, Rings, Tiles
@@ -32,6 +34,9 @@ from cuteflash.kernels.sm90.warpgroup import (
     with_q,
     with_scales,
 )
+from cuteflash.problem import PACK_GQA_MAX
+
+POWERS_OF_TWO = tuple(1 << i for i in range(PACK_GQA_MAX.bit_length()))
 
 
 @cute.jit
@@ -137,7 +142,11 @@ def finish_tile(kernel: cutlass.Constexpr, wg: Warpgroup, block: Block, tile: Qu
         finish_share(kernel, wg, block, tile, v_scale)
     else:
         own = tile.part(wg.index, kernel.tokens_per_warpgroup)
-        normalize(wg.softmax, wg.scores, wg.out, own, block.mLSE, v_scale, block.launch.sinks)
+        scores = wg.scores
+        if const_expr(kernel.problem.operands.is_fp8 and wg.scores.packed_heads not in POWERS_OF_TWO):
+            # Quotients of rows would be kept from the beginning of the tile, in registers that there are not.
+            scores = dataclasses.replace(scores, first_row=computed_here(scores.first_row))
+        normalize(wg.softmax, scores, wg.out, own, block.mLSE, v_scale, block.launch.sinks)
         if const_expr(kernel.problem.operands.has_v_mean):
             add_mean(kernel, wg, block.scales.mean_of_v(tile))
         if const_expr(kernel.traits.stages_o):

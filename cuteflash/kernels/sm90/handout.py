@@ -113,7 +113,7 @@ def hand_out(handout: Handout, launch: Launch | BwdLaunch, follow: cutlass.Const
     position, near = Int32(0), Int32(0)
     index = order.first()
     draws_ahead = Boolean(False)
-    while index < order.size():
+    while order.holds(index):
         following = Int32(0)
         if draws_ahead:
             following = order.draw()  # on its way while the tile is looked for

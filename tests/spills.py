@@ -1,0 +1,42 @@
+"""Which kernels that the shipped rows choose may spill, and by how much.
+
+`docs/performance.md`, "Spills that are shipped", says why they do. `python -m tests.asked` and `test_spills.py`
+complain of any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from cuteflash.problem_names import problem_id
+
+# Bytes a thread that are stored, at most, by `kernel_id`.
+SPILLS: dict[str, int] = {
+    "FlashBwdSm80 sm_90a bf16 40x72 window softcap": 16,
+    "FlashBwdSm80 sm_90a bf16 64x64 window": 4,
+    "FlashBwdSm80 sm_90a bf16 128x128 full": 16,
+    "FlashBwdSm80 sm_90a bf16 128x128 full dlse": 16,
+    "FlashBwdSm80 sm_90a bf16 128x128 full sink bf16 sink dlse": 16,
+    "FlashBwdSm80 sm_90a bf16 128x128 full softcap deterministic dlse": 4,
+    "FlashBwdSm80 sm_90a bf16 128x128 full softcap deterministic": 4,
+    "FlashBwdSm80 sm_90a bf16 248x248 causal": 4,
+    "FlashBwdSm80 sm_90a bf16 256x256 causal softcap": 16,
+    "FlashBwdSm80 sm_90a bf16 256x256 window softcap": 28,
+    "FlashBwdSm80 sm_90a fp16 256x256 full deterministic": 92,
+    "FlashFwdSm80 sm_90a bf16 40x72 causal": 8,
+    "FlashFwdSm80 sm_90a bf16 40x72 causal lse": 44,
+    "FlashFwdSm80 sm_90a fp16 24x24 full": 20,
+    "FlashFwdSm80 sm_90a fp16 24x24 full lse": 8,
+    "FlashFwdSm80 sm_90a fp16 96x96 causal lse": 28,
+    "FlashFwdSm80 sm_90a fp16 256x256 full lse split packed 4": 8,
+}
+
+
+def kernel_id(kernel_cls: type, problem: Any, target: str) -> str:
+    """A kernel's name in `SPILLS`: class, target and problem, in words; traits are those that dispatch chooses."""
+    if hasattr(problem, "operands"):
+        return f"{kernel_cls.__name__} {target} {problem_id(problem)}"
+    fields = ((field.name, getattr(problem, field.name), field.default) for field in dataclasses.fields(problem))
+    words = (f"{name}={value}" for name, value, default in fields if value != default)
+    return " ".join((kernel_cls.__name__, target, *words))
