@@ -66,6 +66,8 @@ CASES: list[tuple[LengthClass, Problem]] = [
     ("long", paged(PAGED, 4)),
     ("long", paged(TABLE, 7)),
     ("decode", fwd("fp16", 64, 64, "causal", softcap=True, lse=True)),
+    ("decode", fwd("bf16", 64, 64, "causal", lse=True, packed_heads=7)),
+    ("decode", paged(PAGED, 4)),
     ("long", fwd("fp16", 96, 96, "causal", lse=True)),
     ("short", fwd("fp16", 128, 128)),
     ("decode", split("full", 4)),

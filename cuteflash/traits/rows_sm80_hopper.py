@@ -78,7 +78,7 @@ ROWS: tuple[Row, ...] = (
         late_addresses=True,
         blocks_per_sm=2,
     ).measured("NVIDIA H200", "2026-11-21", 326),
-    fwd_sm80(64, 128, 64, 4, CAUSAL, dtypes=FP16, lengths=DECODE, q_in_regs=True, late_addresses=True, blocks_per_sm=2),
+    fwd_sm80(64, 128, 64, 4, CAUSAL, lengths=DECODE, q_in_regs=True, late_addresses=True, blocks_per_sm=2),
     fwd_sm80(64, 128, 64, 4, lengths=SHORT + LONG, kv_stage=2, blocks_per_sm=2).measured(
         "NVIDIA H200", "2026-11-21", 262
     ),
