@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from cuteflash.compile import Resources
 from cuteflash.problem_names import problem_id
 
 # Bytes a thread that are stored, at most, by `kernel_id`.
@@ -31,6 +32,19 @@ SPILLS: dict[str, int] = {
     "FlashFwdSm80 sm_90a fp16 96x96 causal lse": 28,
     "FlashFwdSm80 sm_90a fp16 256x256 full lse split packed 4": 8,
 }
+
+
+def is_allowed(used: Resources, name: str) -> bool:
+    """Whether a kernel, named as by `kernel_id`, has no spill and no stack, or is listed and stores no more than that.
+
+    In either case ptxas may warn of nothing.
+    """
+    most = SPILLS.get(name)
+    if most is None:
+        is_within = (used.stack_bytes, used.spill_store_bytes, used.spill_load_bytes) == (0, 0, 0)
+    else:
+        is_within = used.spill_store_bytes <= most
+    return is_within and used.warnings == ()
 
 
 def kernel_id(kernel_cls: type, problem: Any, target: str) -> str:

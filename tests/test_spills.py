@@ -8,11 +8,13 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cuteflash.compile import Resources
 from cuteflash.dispatch import choose_shipped, kernel_class
 from cuteflash.problem import BwdProblem, FwdProblem, MaskKind, Operands, Problem, Scores, Storage
 from cuteflash.traits.length_class import LengthClass
+from tests import spills
 from tests.cross_compile import KernelStore
-from tests.spills import SPILLS, kernel_id
+from tests.spills import SPILLS, is_allowed, kernel_id
 
 TARGET = "sm_90a"
 VARLEN = Storage("varlen", "varlen")
@@ -82,6 +84,24 @@ CASES_FP8: list[tuple[LengthClass, Problem]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("used", "is_unlisted_allowed", "is_listed_allowed"),
+    [
+        (Resources(64, 0, 0, 0), True, True),
+        (Resources(64, 8, 4, 4), False, True),
+        (Resources(64, 16, 5, 4), False, False),
+        (Resources(64, 8, 0, 0), False, True),
+        (Resources(64, 0, 0, 4), False, True),
+        (Resources(64, 0, 0, 0, ("serialised",)), False, False),
+    ],
+)
+def test_what_is_not_listed_may_not_spill_at_all(
+    used: Resources, is_unlisted_allowed: bool, is_listed_allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spills, "SPILLS", {"listed": 4})
+    assert is_allowed(used, "unlisted") is is_unlisted_allowed and is_allowed(used, "listed") is is_listed_allowed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "lengths", "problem"),
@@ -94,6 +114,6 @@ def test_a_kernel_that_has_spilled_does_not_or_is_listed(
     traits = choose_shipped(problem, TARGET, family, lengths).traits  # type: ignore[arg-type]
     kernel_cls = kernel_class(traits)
     used = kernels(kernel_cls, traits, problem, TARGET).resources
-    listed = SPILLS.get(kernel_id(kernel_cls, problem, TARGET), 0)
-    assert used.spill_store_bytes <= listed and used.warnings == ()
-    assert bool(used.stack_bytes) == bool(listed)
+    name = kernel_id(kernel_cls, problem, TARGET)
+    assert is_allowed(used, name)
+    assert bool(used.stack_bytes) == (name in SPILLS)
