@@ -11,13 +11,14 @@ from torch import Tensor, empty_like
 from cuteflash.compile import compiled
 from cuteflash.dispatch import current_target
 from cuteflash.planning import DTYPE_NAMES
-from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeOptions, QuantizeProblem, RotaryDtype
+from cuteflash.quantize_problem import BLOCK_TOKENS, CLUSTER_MAX, QuantizeOptions, QuantizeProblem, RotaryDtype
 from cuteflash.reference.quantize import FP8_TYPES
 from cuteflash.strides import compacted, fp32_template, template, usable_strides
 from cuteflash.traits.quantize import TARGET, traits_of
 from cuteflash.validate import ALIGNMENT
 from cuteflash.validate_quantize import QuantizeInputs, check_quantize
 
+SHARED_ANGLES = 4  # heads for which cosines and sines are loaded once, at least, if blocks of a cluster are to pay
 Result = tuple[Tensor, ...]
 TABLE_NAMES: dict[torch.dtype, RotaryDtype] = {torch.float32: "fp32", **DTYPE_NAMES}
 
@@ -26,6 +27,11 @@ def problem_of(inputs: QuantizeInputs, options: QuantizeOptions) -> QuantizeProb
     """What the kernels of a checked call are generated for."""
     cos = inputs.rotary_cos
     finds_scales = options.granularity == "block" and inputs.descales is None
+    sharing = inputs.q.shape[-2] // max(inputs.k.shape[-2], 1)
+    # A block of a cluster has one head of each KV head, and these share cosines and sines.
+    has_many = cos is None or inputs.k.shape[-2] >= SHARED_ANGLES
+    finds_together = finds_scales and inputs.packed is None and 1 < sharing <= CLUSTER_MAX and has_many
+    measures = options.granularity == "head" and inputs.descales is None
     return QuantizeProblem(
         dtype=DTYPE_NAMES[inputs.q.dtype],
         head_dim=inputs.q.shape[-1],
@@ -41,7 +47,9 @@ def problem_of(inputs: QuantizeInputs, options: QuantizeOptions) -> QuantizeProb
         to="e5m2" if options.to == "e5m2" else "e4m3",
         is_packed=inputs.packed is not None,
         has_used=inputs.seqused_q is not None or inputs.seqused_k is not None,
-        is_grouped=finds_scales and inputs.q.shape[-2] != inputs.k.shape[-2],
+        is_grouped=finds_scales and sharing != 1 and not finds_together,
+        cluster=sharing if finds_together else 1,
+        measures_shared=measures and cos is not None and sharing != 1,
     )
 
 
@@ -129,9 +137,11 @@ def _workspace_size(problem: QuantizeProblem, inputs: QuantizeInputs) -> int:
     """Elements of the workspace of a call."""
     traits, (q, k) = traits_of(problem), inputs[:2]
     if problem.is_packed:
-        of_q, of_k = (traits.packed_parts(max(x.shape[0], 1), inputs.batch) for x in (q, k))
-        return traits.workspace_size(problem, q.shape[1], k.shape[1], (of_q, of_k))
-    parts = traits.parts(q.shape[1]), traits.parts(k.shape[1])
+        rows_q, rows_k = (max(x.shape[0], 1) for x in (q, k))
+        of_q, of_k = (traits.packed_parts(rows, inputs.batch) for rows in (rows_q, rows_k))
+        of_v = traits.packed_parts(rows_k, inputs.batch, is_v=True)
+        return traits.workspace_size(problem, q.shape[1], k.shape[1], (of_q, of_k, of_v))
+    parts = traits.parts(q.shape[1]), traits.parts(k.shape[1]), traits.parts(k.shape[1], is_v=True)
     return traits.workspace_size(problem, q.shape[0] * q.shape[2], k.shape[0] * k.shape[2], parts)
 
 

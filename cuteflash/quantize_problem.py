@@ -15,6 +15,7 @@ BLOCK_TOKENS = 128  # of a scale, and what the keys of V^T are padded to a multi
 HEAD_DIM_STEP = 16  # rows of 8-bit elements begin on 16 bytes
 ROTARY_STEP = 16  # half of the rotated columns are whole loads of 8
 HADAMARD_BLOCKS = (32, 64, 128, 256)
+CLUSTER_MAX = 8  # blocks of a cluster that every GPU takes
 HADAMARD_OF_MMA = 64  # columns that tensor cores mix
 
 
@@ -59,6 +60,8 @@ class QuantizeProblem:
         is_packed: sequences lie one after the other, without a batch dimension.
         has_used: of packed sequences only the first rows count, as many as `QuantizeTensors.used_q` and `used_k` say.
         is_grouped: several heads of Q share a scale that the block which converts a tile finds.
+        cluster: how many heads of Q share a scale that as many blocks find together, each of one; 1 if none do.
+        measures_shared: whole heads with a rotary embedding are measured, those of K and V being fewer.
     """
 
     dtype: Dtype
@@ -76,6 +79,8 @@ class QuantizeProblem:
     is_packed: bool = False
     has_used: bool = False
     is_grouped: bool = False
+    cluster: int = 1
+    measures_shared: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -104,6 +109,15 @@ class QuantizeProblem:
     def keeps_angles(self) -> bool:
         """Whether a thread keeps the cosines and sines of its rows, having both columns of each pair."""
         return self.splits_columns or (bool(self.rotary_dim) and self.rotary_interleaved)
+
+    @property
+    def loads_angles_by_rows(self) -> bool:
+        """Whether neighbouring threads load neighbouring cosines and sines, in fp32, for each other.
+
+        Of shorter rows what a thread keeps is half of what it would load at once.
+        """
+        is_whole = self.rotary_dim == self.head_dim and self.head_dim in (128, 256)
+        return self.splits_columns and is_whole and self.rotary_dtype == "fp32"
 
     @property
     def scales_by_block(self) -> bool:

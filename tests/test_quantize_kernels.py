@@ -8,12 +8,16 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from cuteflash.kernels.common.quantize import Quantize
+from cuteflash.kernels.common.quantize_turn import kept, written
 from cuteflash.kernels.common.quantize_work import HeadTiles, Mix, Work
-from cuteflash.quantize_problem import Granularity, QuantizeProblem
+from cuteflash.quantize_planning import problem_of
+from cuteflash.quantize_problem import Granularity, QuantizeOptions, QuantizeProblem
 from cuteflash.traits.arch import BLOCK_SMEM, get_arch
 from cuteflash.traits.quantize import COLUMNS, ROWS, TARGET, QuantizeTraits, traits_of
+from cuteflash.validate_quantize import QuantizeInputs
 from tests.cross_compile import KernelStore
 from tests.slow import slow_but
 
@@ -42,6 +46,15 @@ CASES = {
     "block-turned-mixed": QuantizeProblem("fp16", 256, 256, "block", rotary_dim=256, hadamard=64, **EVERYTHING),
     "block-grouped-turned-mixed": QuantizeProblem(
         "bf16", 128, 128, "block", rotary_dim=128, hadamard=64, is_grouped=True, **EVERYTHING
+    ),
+    "cluster": QuantizeProblem("bf16", 64, 64, "block", cluster=4, **EVERYTHING),
+    "cluster-mixed": QuantizeProblem("bf16", 256, 256, "block", hadamard=64, cluster=8, transposes_v=True),
+    "cluster-rotated": QuantizeProblem("fp16", 128, 128, "block", hadamard=32, cluster=3),
+    "cluster-turned-mixed": QuantizeProblem(
+        "bf16", 128, 128, "block", rotary_dim=128, hadamard=64, cluster=4, **EVERYTHING
+    ),
+    "shared-turned-mixed": QuantizeProblem(
+        "bf16", 128, 128, rotary_dim=128, hadamard=64, measures_shared=True, **EVERYTHING
     ),
     "given-turned-mixed": QuantizeProblem("bf16", 128, 64, has_scales=True, rotary_dim=128, hadamard=64),
     "packed-turned-mixed": QuantizeProblem(
@@ -75,7 +88,7 @@ def test_rows_with_a_rotary_embedding_are_mixed_without_a_shuffle(kernels: Kerne
     uses = 1 + 2 * (not problem.has_scales)
     assert compiled.count("HMMA.16816.F32") >= 6 * ROWS * uses
     of_warp = 5  # shuffles for the largest number of a warp
-    maxima = 2 if problem.scales_by_block else traits.visits + 3 if problem.measures_heads else 0
+    maxima = 2 if problem.scales_by_block else traits.measured + 3 if problem.measures_heads else 0
     assert compiled.count("SHFL") <= of_warp * maxima + 2  # and for what a warp has in common
 
 
@@ -129,6 +142,51 @@ def test_a_mix_backwards_is_the_same_order_from_its_end_on() -> None:
     assert [int(dataclasses.replace(work, mix=None).number(place)) for place in range(4)] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("sizes", [(4, 4), (8, 4)])
+def test_threads_of_a_row_bring_each_other_what_they_keep(sizes: tuple[int, int]) -> None:
+    """Each finds its own pieces, and eight threads, 16 bytes each, write and read all banks."""
+    (lanes, slots), threads = sizes, 64
+    memory = {}
+    for k, first in itertools.product(range(slots), range(0, threads, 8)):
+        places = []
+        for thread in range(first, first + 8):
+            place, slot = written(thread, thread % lanes, k, sizes)
+            memory[place, slot] = thread // lanes, k * lanes + thread % lanes
+            places.append(place % 8)
+        assert sorted(places) == list(range(8))
+    for slot, first in itertools.product(range(slots), range(0, threads, 8)):
+        places = [kept(thread, slot, sizes) for thread in range(first, first + 8)]
+        assert sorted(place % 8 for place in places) == list(range(8))
+        for thread, place in enumerate(places, first):
+            assert memory[place, slot] == (thread // lanes, thread % lanes * slots + slot)
+
+
+@pytest.mark.parametrize(
+    ("heads", "granularity", "rotary", "expected"),
+    [
+        ((8, 8), "block", True, (1, False, False)),
+        ((16, 4), "block", True, (4, False, False)),
+        ((8, 2), "block", False, (4, False, False)),
+        ((8, 1), "block", False, (8, False, False)),
+        ((8, 2), "block", True, (1, True, False)),  # two heads of a block would share cosines and sines
+        ((9, 1), "block", False, (1, True, False)),
+        ((8, 2), "head", True, (1, False, True)),
+        ((8, 2), "head", False, (1, False, False)),
+        ((8, 8), "head", True, (1, False, False)),
+    ],
+)
+def test_how_a_scale_of_several_heads_is_found(
+    heads: tuple[int, int], granularity: Granularity, rotary: bool, expected: tuple[int, bool, bool]
+) -> None:
+    q, k = (torch.empty((2, 128, count, 64), dtype=torch.bfloat16) for count in heads)
+    table = torch.empty((128, 32)) if rotary else None
+    inputs = QuantizeInputs(q, k, k, rotary_cos=table, rotary_sin=table)
+    problem = problem_of(inputs, QuantizeOptions(granularity))
+    assert (problem.cluster, problem.is_grouped, problem.measures_shared) == expected
+    packed = QuantizeInputs(q[0], k[0], k[0], cu_seqlens_q=torch.tensor([0, 128]), cu_seqlens_k=torch.tensor([0, 128]))
+    assert problem_of(packed, QuantizeOptions(granularity)).cluster == 1
+
+
 def test_wrong_traits_and_problems_are_refused() -> None:
     with pytest.raises(ValueError, match="tokens is 48; allowed: 32, 64, 128"):
         QuantizeTraits(64, 48)
@@ -142,17 +200,20 @@ def test_wrong_traits_and_problems_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "rows", "size"),
+    ("problem", "rows", "rows_v", "size"),
     [
-        (QuantizeProblem("bf16", 64, 64), 512, 6 * 3 + 2 * 2 + 2 * 2),
-        (QuantizeProblem("bf16", 64, 64, smooths_v=True), 512, 6 * 3 + 2 * 2 + 2 * 2 * 3 * 64),
-        (QuantizeProblem("bf16", 64, 64, "block", smooths_v=True), 256, 2 * 2 * 64),
+        (QuantizeProblem("bf16", 64, 64), 512, 512, 6 * 3 + 2 * 2 + 2 * 5),
+        (QuantizeProblem("bf16", 64, 64, smooths_v=True), 512, 512, 6 * 3 + 2 * 2 + 2 * 5 * 3 * 64),
+        (QuantizeProblem("bf16", 64, 64, rotary_dim=64), 512, 512, 6 * 3 + 2 * 2 + 2 * 5),
+        (QuantizeProblem("bf16", 64, 64, rotary_dim=64, measures_shared=True), 128, 512, 6 * 3 + 2 * 2 + 2 * 5),
+        (QuantizeProblem("bf16", 64, 64, "block", smooths_v=True), 512, 256, 2 * 5 * 64),
     ],
 )
-def test_the_workspace_holds_each_part(problem: QuantizeProblem, rows: int, size: int) -> None:
+def test_the_workspace_holds_each_part(problem: QuantizeProblem, rows: int, rows_v: int, size: int) -> None:
     traits = traits_of(problem)
-    assert (traits.parts(2 * rows + 1), traits.parts(2 * rows - 1), traits.parts(0)) == (3, 2, 1)
-    assert traits.workspace_size(problem, 6, 2, (3, 2)) == size
+    for each, is_v in ((rows, False), (rows_v, True)):
+        assert [traits.parts(seqlen, is_v) for seqlen in (2 * each + 1, 2 * each - 1, 0)] == [3, 2, 1]
+    assert traits.workspace_size(problem, 6, 2, (3, 2, 5)) == size
 
 
 def test_magnitudes_of_rotated_elements_are_compared_without_a_sign(kernels: KernelStore) -> None:

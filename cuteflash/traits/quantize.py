@@ -26,9 +26,11 @@ class QuantizeTraits:
     Attributes:
         head_dim: columns of the widest rows, those of Q and K or those of V.
         tokens: rows of a tile.
-        visits: heads of Q or K whose tiles a block converts, or measures, together; of those that share a scale which
-            it finds, all. More than one pays if they share something, as the cosines and sines of a rotary embedding.
-        tiles_of_part: tiles that a block measures.
+        visits: heads of Q or K whose tiles a block converts; of those that share a scale which it finds alone, all.
+            More than one pays if they share something, as the cosines and sines of a rotary embedding.
+        measured: heads of Q or K of which a block measures the same part.
+        tiles_of_part: tiles of Q or K that a block measures.
+        tiles_of_v_part: the same of V. The order of its columns' sums follows from it.
         resident: blocks of the converting kernel that a multiprocessor must have registers for.
         measuring: likewise of the kernel that measures.
         centres_v: V minus its mean is fp32 until it is rounded, which takes 64 of a thread's registers.
@@ -44,7 +46,9 @@ class QuantizeTraits:
     head_dim: int
     tokens: int = BLOCK_TOKENS
     visits: int = 1
+    measured: int = 1
     tiles_of_part: int = 4
+    tiles_of_v_part: int = 4
     resident: int = 1
     measuring: int = 1
     centres_v: bool = False
@@ -81,7 +85,7 @@ class QuantizeTraits:
         """The same of the kernel that measures: beside those the largest magnitudes of heads, and statistics of V."""
         if not (problem.rotary_dim and problem.measures_heads):
             return 0
-        of_qk = self.angles_bytes(problem) + self.num_threads * 4 * self.visits
+        of_qk = self.angles_bytes(problem) + self.num_threads * 4 * self.measured
         return max(of_qk, 4 * self.quads * problem.head_dim_v)
 
     def angles_bytes(self, problem: QuantizeProblem) -> int:
@@ -102,31 +106,30 @@ class QuantizeTraits:
         """The same of the kernel that measures."""
         return percent_of_smem(self.measuring * (max(self.smem_bytes, self.measuring_bytes(problem)) + BLOCK_SMEM))
 
-    def parts(self, seqlen: Any) -> Any:
-        """How many blocks measure a head of `seqlen` tokens, at least one, for a Python int or a traced value."""
-        return seqlen // self.part_rows + 1
+    def parts(self, seqlen: Any, is_v: bool = False) -> Any:
+        """How many parts a head of `seqlen` tokens has, at least one, for a Python int or a traced value."""
+        return seqlen // self.part_rows(is_v) + 1
 
-    @property
-    def part_rows(self) -> int:
-        """Rows that a block measures."""
-        return self.tokens * self.tiles_of_part
+    def part_rows(self, is_v: bool = False) -> int:
+        """Rows of a part of Q or K, or of V: those that a block measures."""
+        return self.tokens * (self.tiles_of_v_part if is_v else self.tiles_of_part)
 
-    def packed_parts(self, rows: Any, sequences: Any) -> Any:
-        """How many blocks measure a head of packed sequences in a tensor of `rows` rows, likewise."""
-        return count_tiles(rows, sequences, self.part_rows)
+    def packed_parts(self, rows: Any, sequences: Any, is_v: bool = False) -> Any:
+        """How many parts a head of packed sequences has in a tensor of `rows` rows, likewise."""
+        return count_tiles(rows, sequences, self.part_rows(is_v))
 
-    def workspace_size(self, problem: QuantizeProblem, heads: int, kv_heads: int, parts: tuple[int, int]) -> int:
+    def workspace_size(self, problem: QuantizeProblem, heads: int, kv_heads: int, parts: tuple[int, int, int]) -> int:
         """Elements of the workspace.
 
         Args:
             problem: what is measured.
             heads, kv_heads: of all batch entries.
-            parts: of a head of Q, and of a head of K and V.
+            parts: of a head of Q, of K and of V.
         """
-        of_q, of_k = parts
-        of_v = problem.statistics * problem.head_dim_v if problem.smooths_v else 1
+        of_q, of_k, of_v = parts
+        of_part = problem.statistics * problem.head_dim_v if problem.smooths_v else 1
         magnitudes = heads * of_q + kv_heads * of_k if problem.measures_heads else 0
-        return magnitudes + kv_heads * of_k * of_v
+        return magnitudes + kv_heads * of_v * of_part
 
 
 def percent_of_smem(nbytes: int) -> int:
@@ -141,15 +144,21 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
     tokens = BLOCK_TOKENS if problem.scales_by_block or head_dim <= 128 else BLOCK_TOKENS // 2
     traits = QuantizeTraits(head_dim, tokens, mixes=True, backwards=problem.measures)
     if problem.smooths_v and not problem.measures_heads:  # little to measure: more blocks; and what of V is in L2 first
-        traits = dataclasses.replace(traits, tiles_of_part=2, mixes=False)
+        traits = dataclasses.replace(traits, tiles_of_v_part=2, mixes=False)
     if problem.rotary_dim:
         # Heads of a tile one after the other, and those of Q before all else. If heads are measured, V's tiles first.
         visits = 4 if problem.measures_heads else 8
-        traits = dataclasses.replace(traits, visits=visits, mixes=False, backwards=problem.measures_heads)
+        traits = dataclasses.replace(
+            traits, visits=visits, measured=visits, mixes=False, backwards=problem.measures_heads
+        )
+        if problem.measures_shared:  # blocks are few, and a part of those that a GPU runs at once would be left
+            traits = dataclasses.replace(traits, measured=8, tiles_of_part=1)
         if centres_v(problem):
             traits = dataclasses.replace(traits, centres_v=True, tiles_of_v=4)
         elif problem.is_packed or problem.hadamard or problem.measures_heads or problem.smooths_v:  # these spilled
             traits = dataclasses.replace(traits, loads_ahead=False)
+    if problem.cluster > 1:  # whose blocks have heads that follow each other
+        traits = dataclasses.replace(traits, mixes=False)
     threads = converting_threads(problem), measuring_threads(problem)
     resident, measuring = (max(count // traits.num_threads, 1) for count in threads)
     return dataclasses.replace(traits, resident=resident, measuring=measuring)
@@ -175,7 +184,7 @@ def converting_threads(problem: QuantizeProblem) -> int:
     if problem.rotary_dim or problem.is_grouped:
         return FEW_THREADS
     if problem.hadamard not in (0, HADAMARD_OF_MMA):
-        return SOME_THREADS
+        return FEW_THREADS if problem.cluster > 1 else SOME_THREADS  # with 80 registers each clusters' blocks spilled
     is_short = max(problem.head_dim, problem.head_dim_v) <= 64
     spills = problem.smooths_v and (problem.is_packed or problem.scales_by_block or is_short)
     return SOME_THREADS if spills or (problem.is_packed and is_short) else THREADS  # with 64 registers each those did

@@ -44,7 +44,7 @@ def test_hadamard(hadamard: int, head_dim: int, granularity: str, device: torch.
     check(*tensors, hadamard=hadamard, granularity=granularity)
 
 
-@pytest.mark.parametrize("heads", [(2, 1), (6, 2), (4, 1), (10, 2)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 1), (6, 2), (4, 1), (10, 2), (16, 2), (9, 1)], ids=str)
 @pytest.mark.parametrize(("head_dim", "hadamard"), [(128, None), (64, 64), (256, 64)])
 def test_heads_that_share_scales_of_blocks(
     head_dim: int, hadamard: int | None, heads: tuple[int, int], device: torch.device
@@ -71,6 +71,18 @@ def test_rotary_of_whole_rows(head_dim: int, hadamard: int | None, granularity: 
     """A thread then has columns of both halves; five heads are no multiple of those that a block visits."""
     tensors = data(150, heads=10, kv_heads=5, head_dim=head_dim, device=device)
     check(*tensors, **tables(150, head_dim, device=device), hadamard=hadamard, granularity=granularity)
+
+
+@pytest.mark.parametrize("granularity", ["head", "block"])
+@pytest.mark.parametrize("heads", [(15, 5), (32, 8), (9, 1)], ids=str)
+@pytest.mark.parametrize("rotary_dim", [64, 128])
+def test_rotary_of_heads_that_share_scales(
+    rotary_dim: int, heads: tuple[int, int], granularity: str, device: torch.device
+) -> None:
+    """Everything at once, several batch entries; blocks of a cluster find scales together, or one those of nine."""
+    tensors = data(300, batch=3, heads=heads[0], kv_heads=heads[1], head_dim=128, device=device)
+    options = {"hadamard": 64, "transpose_v": True, "smooth_v": True, "granularity": granularity}
+    check(*tensors, **tables(300, rotary_dim, device=device), **options)
 
 
 @pytest.mark.parametrize("granularity", ["head", "block"])

@@ -18,6 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from cuteflash.kernels.common.quantize_cluster import ClusterPeaks
 from cuteflash.kernels.common.quantize_held import Held
 from cuteflash.kernels.common.quantize_measure import Measure
 from cuteflash.kernels.common.quantize_rotate import RotatedHeads
@@ -26,6 +27,7 @@ from cuteflash.kernels.common.quantize_signature import quantize_fake_args
 from cuteflash.kernels.common.quantize_tile import (
     Rows,
     Tile,
+    descale_of,
     put_first_rows,
     put_row,
     shared_numbers,
@@ -70,8 +72,11 @@ class Quantize:
             Measure(self.traits, self.problem).launch(tensors, stream)
         work = self.work(tensors)
         self.kernel.set_name_prefix("flash_quantize", remove_cutlass_symbol=True)
-        self.kernel(tensors, work).launch(
-            grid=(work.size(), 1, 1),
+        cluster = self.problem.cluster
+        blocks = cute.ceil_div(work.size(), cluster) * cluster
+        self.kernel(tensors, work, blocks).launch(
+            grid=(blocks, 1, 1),
+            cluster=(cluster, 1, 1) if cluster > 1 else None,
             block=(self.traits.num_threads, 1, 1),
             min_blocks_per_mp=self.traits.resident,
             preferred_smem_carveout=self.carveout(),
@@ -92,7 +97,7 @@ class Quantize:
         of_q, of_k = (tiles_of(tensors, x.shape[-3], tokens, BLOCK_TOKENS) for x in (tensors.q, tensors.k))
         of_v = cute.ceil_div(self.values.tiles(tensors), self.traits.tiles_of_v)
         work = Work(
-            q=HeadTiles.of(batch, of_q, cute.ceil_div(heads, visits_q)),
+            q=HeadTiles.of(batch, of_q, cute.ceil_div(heads, visits_q * self.problem.cluster) * self.problem.cluster),
             k=HeadTiles.of(batch, of_k, cute.ceil_div(kv_heads, visits_k)),
             v=HeadTiles.of(batch, of_v, kv_heads),
         )
@@ -105,18 +110,25 @@ class Quantize:
         return tensors.q.shape[-2] // tensors.k.shape[-2] if self.problem.is_grouped else 1, 1
 
     @cute.kernel
-    def kernel(self, tensors: QuantizeTensors, work: Work):
+    def kernel(self, tensors: QuantizeTensors, work: Work, blocks: Int32):
         if const_expr(self.problem.measures_heads and not self.problem.rotary_dim):
             cute.arch.griddepcontrol_wait()
-        number = work.number(cute.arch.block_idx()[0], self.traits.backwards)
+        place = cute.arch.block_idx()[0]
+        if const_expr(self.problem.cluster > 1 and self.traits.backwards):
+            place -= blocks - work.size()  # so that heads of Q that share a scale are those of a cluster
+        number = work.number(place, self.traits.backwards)
         memory = shared_numbers(self.traits.shared_bytes(self.problem))
         if number < work.first_v():
             if const_expr(self.problem.rotary_dim):
                 self.rotated.convert(tensors, work, number, memory)
             else:
                 self.convert_held(tensors, work, number)
-        else:
+        elif self.has_work(work, number):
             self.values.convert(tensors, work, number, memory)
+
+    def has_work(self, work: Work, number: Int32) -> Boolean | bool:
+        """Whether a block has a part; the last cluster may not be full."""
+        return number < work.size() if self.problem.cluster > 1 else True
 
     @cute.jit
     def convert_held(self, tensors: QuantizeTensors, work: Work, number: Int32):
@@ -140,7 +152,10 @@ class Quantize:
         """Convert a tile of a head."""
         held = self.held(choose(is_q, *(Rows.of(x, span.origin, place.head) for x in (tensors.q, tensors.k))), tile)
         if self.problem.scales_by_block:
-            factor = self.find_factor(tensors, is_q, place, tile, held.magnitude())
+            if self.problem.cluster > 1:
+                factor = self.find_together(tensors, is_q, Place(place.batch, place.tile, place.head // grouped), held)
+            else:
+                factor = self.find_factor(tensors, is_q, place, tile, held.magnitude())
             held = dataclasses.replace(held, tile=self.tile_again(span, place.tile))
         else:
             descale = self.scales.of_qk(tensors, is_q, Place(span.entry, place.tile, place.head // grouped))
@@ -194,6 +209,16 @@ class Quantize:
         found = self.scales.find(peak * self.problem.hadamard_scale, tile, self.scales.numbers()[None, 0])
         listed = self.scales.has_qk(tensors, is_q, place)
         self.scales.put(self.scales.of_qk(tensors, is_q, place), found, listed)
+        return self.problem.hadamard_scale / found
+
+    def find_together(self, tensors: QuantizeTensors, is_q: Boolean, place: Place, held: Held) -> Float32:
+        """The same if blocks of a cluster find it, each from a head of Q; `place` has the KV head."""
+        peaks = ClusterPeaks.of(self.problem.cluster)
+        peaks.begin(is_q)
+        size = held.magnitude() * self.problem.hadamard_scale
+        peak = peaks.largest(self.scales.of_block(size, self.scales.numbers()[None, 0]), is_q)
+        found = descale_of(peak, self.problem.to)
+        self.scales.put(self.scales.of_qk(tensors, is_q, place), found, True)
         return self.problem.hadamard_scale / found
 
     def put_held(self, target: Rows, held: Held, factor: Float32) -> None:

@@ -89,18 +89,20 @@ class Measure:
         if self.problem.is_packed:
             sequences = tensors.cu_q.shape[0] - 1
             of_q, of_k = (self.traits.packed_parts(x.shape[0], sequences) for x in (tensors.q, tensors.k))
+            of_v = self.traits.packed_parts(tensors.v.shape[0], sequences, is_v=True)
         else:
             of_q, of_k = (self.traits.parts(x.shape[1]) for x in (tensors.q, tensors.k))
+            of_v = self.traits.parts(tensors.v.shape[1], is_v=True)
         if not self.problem.measures_heads:
             heads_q, heads_k = 0, 0
         else:
             heads_q, heads_k = heads, kv_heads
         q, k = HeadTiles.of(batch, of_q, heads_q), HeadTiles.of(batch, of_k, heads_k)
-        return Work(q, k, HeadTiles.of(batch, of_k, kv_heads))
+        return Work(q, k, HeadTiles.of(batch, of_v, kv_heads))
 
     def blocks(self, tensors: QuantizeTensors) -> Work:
         """The blocks that measure them: one of Q or K has the same part of several heads."""
-        work, visits = self.work(tensors), self.traits.visits
+        work, visits = self.work(tensors), self.traits.measured
         q, k = (HeadTiles.of(x.batch, x.tiles, cute.ceil_div(x.heads, visits)) for x in (work.q, work.k))
         blocks = dataclasses.replace(work, q=q, k=k)
         return blocks.mixed() if self.traits.mixes else blocks
@@ -157,19 +159,19 @@ class Measure:
     def measure_heads(
         self, tensors: QuantizeTensors, work: Work, blocks: Work, number: Int32, memory: cute.Tensor | None
     ):
-        """The largest magnitudes of a part of as many heads of Q or K as a block visits."""
+        """The largest magnitudes of a part of several heads of Q or K."""
         traits, problem = self.traits, self.problem
         is_q, place = blocks.place(number)
         span = self.span(tensors, is_q, place)
-        first = place.head * traits.visits
-        count = cutlass.min(traits.visits, choose(is_q, work.q.heads, work.k.heads) - first)
-        tiles = self.tiles(span)
+        first = place.head * traits.measured
+        count = cutlass.min(traits.measured, choose(is_q, work.q.heads, work.k.heads) - first)
+        tiles = copy_of(self.tiles(span), number)  # a loop, also of one tile, takes fewer registers
         peaks = self.rotated.sizes(tensors, is_q, span, (first, count), tiles, memory)
         warps = -(-traits.num_threads // WARP)
-        numbers = SmemAllocator().allocate_tensor(Float32, cute.make_layout((WARP, traits.visits)))
+        numbers = SmemAllocator().allocate_tensor(Float32, cute.make_layout((WARP, traits.measured)))
         is_q, place = blocks.place(copy_of(number, tiles))  # not kept, which would take registers
-        first, end = place.head * traits.visits, choose(is_q, work.q.heads, work.k.heads)
-        for h in range(traits.visits):
+        first, end = place.head * traits.measured, choose(is_q, work.q.heads, work.k.heads)
+        for h in range(traits.measured):
             peak = block_max(peaks[h], numbers[None, h], warps) * problem.hadamard_scale
             if cute.arch.thread_idx()[0] == 0 and first + h < end:
                 tensors.workspace[work.number_of(is_q, Place(place.batch, place.tile, first + h))] = peak
@@ -180,7 +182,7 @@ class Measure:
         traits, problem = self.traits, self.problem
         place = work.v.place(number - work.first_v())
         span = self.span(tensors, None, place)
-        tiles = self.tiles(span)
+        tiles = self.tiles(span, is_v=True)
         if const_expr(problem.smooths_v):
             sums = cute.make_rmem_tensor(COLUMNS, Float32)
             sums.fill(0.0)
@@ -225,17 +227,18 @@ class Measure:
 
     def span(self, tensors: QuantizeTensors, is_q: Boolean | None, place: Place) -> Span:
         """The rows of a part of Q or K; `is_q` is None for one of V."""
-        rows = self.traits.part_rows
+        rows = self.traits.part_rows(is_v=is_q is None)
         if self.problem.is_packed:
             packing = packing_of_keys(tensors) if is_q is None else packing_of(tensors, is_q)
             return packing.span(place.tile, rows, rows)
         seqlen = Int32(tensors.v.shape[1]) if is_q is None else seqlen_of(tensors, is_q)
         return Span(place.batch, place.batch, place.tile * rows, seqlen)
 
-    def tiles(self, span: Span) -> Int32:
+    def tiles(self, span: Span, is_v: bool = False) -> Int32:
         """How many tiles of a part have rows that count, none if that is not positive."""
+        count = self.traits.tiles_of_v_part if is_v else self.traits.tiles_of_part
         tokens = self.traits.tokens
-        return cutlass.min((span.rows - span.first + tokens - 1) // tokens, self.traits.tiles_of_part)
+        return cutlass.min((span.rows - span.first + tokens - 1) // tokens, count)
 
     @cute.jit
     def put_magnitude(self, tensors: QuantizeTensors, number: Int32, peak: Float32):
@@ -298,7 +301,8 @@ class Measure:
                 peak_v,
             ]
             if const_expr(not self.problem.smooths_v):
-                peaks[2] = self.largest(tensors, self.parts_of(work.v, tensors.cu_k, batch), first_v, (head, 1))
+                of_v = self.parts_of(work.v, tensors.cu_k, batch, is_v=True)
+                peaks[2] = self.largest(tensors, of_v, first_v, (head, 1))
             self.put_descales(tensors, batch, head, peaks)
 
     @cute.jit
@@ -312,11 +316,11 @@ class Measure:
             if cute.arch.thread_idx()[0] == 0:
                 targets[x][batch, head] = descale_of(peak, self.problem.to)
 
-    def parts_of(self, parts: HeadTiles, cu_seqlens: cute.Tensor | None, batch: Int32):
+    def parts_of(self, parts: HeadTiles, cu_seqlens: cute.Tensor | None, batch: Int32, is_v: bool = False):
         """(all parts, the batch entry in their numbers, the first part, how many) of a batch entry or sequence."""
         if cu_seqlens is None:
             return parts, batch, None, parts.tiles
-        first, end = (first_tile(cu_seqlens[x], x, self.traits.part_rows) for x in (batch, batch + 1))
+        first, end = (first_tile(cu_seqlens[x], x, self.traits.part_rows(is_v)) for x in (batch, batch + 1))
         return parts, Int32(0), first, end - first
 
     @cute.jit
@@ -339,7 +343,7 @@ class Measure:
     def finish_columns(self, tensors: QuantizeTensors, work: Work, batch: Int32, head: Int32):
         """Write the mean of V's columns; returns the largest magnitude of this thread's column minus its mean."""
         head_dim = self.problem.head_dim_v
-        parts, entry, first_part, count = self.parts_of(work.v, tensors.cu_k, batch)
+        parts, entry, first_part, count = self.parts_of(work.v, tensors.cu_k, batch, is_v=True)
         seqlen = tensors.v.shape[1] if const_expr(first_part is None) else self.counted_keys(tensors, batch)
         peak = Float32(0.0)
         column = cute.arch.thread_idx()[0]

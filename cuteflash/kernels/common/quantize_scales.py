@@ -56,7 +56,11 @@ class Scales:
         """A tile's descale, from the largest magnitude that each thread has seen; 1 if none of its rows counts."""
         if self.problem.is_packed:
             peak = cutlass.select_(tile.any(), peak, Float32(0.0))
-        return descale_of(block_max(peak, numbers, -(-self.traits.num_threads // WARP)), self.problem.to)
+        return descale_of(self.of_block(peak, numbers), self.problem.to)
+
+    def of_block(self, peak: Float32, numbers: cute.Tensor) -> Float32:
+        """The largest magnitude of the block's threads."""
+        return block_max(peak, numbers, -(-self.traits.num_threads // WARP))
 
     @cute.jit
     def put(self, descale: cute.Tensor, found: Float32, is_listed: Boolean):

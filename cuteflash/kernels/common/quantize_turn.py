@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
+from cutlass.cute.nvgpu import CopyUniversalOp
 
 from cuteflash.core.signature import ALIGN_BYTES, ALIGN_ELEMENTS, CUTE_DTYPES
 from cuteflash.kernels.common.quantize_held import PAIRS, Held, half_of, signs_if_mixed
@@ -74,7 +75,7 @@ class Turner:
         tile: which one: a `SplitTile` if `problem.splits_columns`.
         rotary: the tables.
         signs: see `Held`.
-        angles: if `problem.keeps_angles`, (4, 16 bytes of a thread) its fp32 cosines and sines, in shared memory.
+        angles: if `problem.keeps_angles`, (4, threads, 16 bytes of a thread) fp32 cosines and sines, in shared memory.
     """
 
     problem: cutlass.Constexpr[QuantizeProblem]
@@ -96,13 +97,16 @@ class Turner:
         angles = None
         if problem.keeps_angles:
             shape = NUMBERS, traits.num_threads, TABLES * ROWS * ALIGN_ELEMENTS // NUMBERS
-            angles = part_of(memory, 0, shape)[None, cute.arch.thread_idx()[0], None]
+            angles = part_of(memory, 0, shape)
         signs = signs_if_mixed(problem.dtype, problem.hadamard)
         return cls(problem, tile, Rotary.of(problem, tensors), signs, angles)
 
     def put_angles(self) -> None:
-        """Bring cosines and sines of all rows: each thread what it needs itself."""
+        """Bring cosines and sines of all rows: each thread what it needs itself, or threads of a row for each other."""
         if self.angles is None:
+            return
+        if self.problem.loads_angles_by_rows:
+            self._put_rows()
             return
         parts, last = self.tile.parts, self.problem.rotary_dim // 2 // ALIGN_ELEMENTS - 1
         columns = tuple(cutlass.min(self.tile.lane * parts + j, last) * ALIGN_ELEMENTS for j in range(parts))
@@ -113,6 +117,36 @@ class Turner:
                     for piece, target in enumerate(self._pieces(i, which, j)):
                         for x in range(NUMBERS):
                             target[x] = table[ALIGN_ELEMENTS * j + NUMBERS * piece + x]
+
+    def _put_rows(self) -> None:
+        """Bring them by requests of whole sectors; a warp's threads wait for each other."""
+        thread, slots, lanes, lane = cute.arch.thread_idx()[0], self._slots, self._lanes, self.tile.lane
+        cute.arch.sync_warp()  # what was there before is read
+        atom = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=ALIGN_BYTES * 8)
+        loaded = []
+        for i in range(self.tile.rows):
+            row = self.tile.nearest(i)
+            if self.rotary.is_packed:
+                row = cutlass.min(row, self.rotary.last)
+            for which, rows in enumerate((self.rotary.cos, self.rotary.sin)):
+                for k in range(slots):
+                    piece = cute.make_rmem_tensor(NUMBERS, Float32)
+                    cute.copy(atom, rows.piece(row, (k * lanes + lane) * ALIGN_BYTES, Float32), piece)
+                    loaded.append((k, (i * TABLES + which) * slots, piece))
+        for k, first, piece in loaded:
+            place, slot = written(thread, lane, k, (lanes, slots))
+            cute.autovec_copy(piece, self.angles[None, place, first + slot])
+        cute.arch.sync_warp()
+
+    @property
+    def _slots(self) -> int:
+        """16 bytes that a thread keeps of a row of cosines."""
+        return self.tile.parts * ALIGN_ELEMENTS // NUMBERS
+
+    @property
+    def _lanes(self) -> int:
+        """Threads of a row."""
+        return self.problem.head_dim // COLUMNS // self.tile.parts
 
     def turned(self, words: cute.Tensor, rows: Rows) -> Held:
         """A thread's rows after the embedding, still to be mixed.
@@ -192,9 +226,14 @@ class Turner:
     def _pieces(self, i: int, which: int, j: int) -> list[cute.Tensor]:
         """Both 16 bytes of a part's cosines (0) or sines (1) in row `i`."""
         assert self.angles is not None
-        count = ALIGN_ELEMENTS // NUMBERS
-        first = ((i * TABLES + which) * self.tile.parts + j) * count
-        return [self.angles[None, first + piece] for piece in range(count)]
+        count, thread = ALIGN_ELEMENTS // NUMBERS, cute.arch.thread_idx()[0]
+        first, found = (i * TABLES + which) * self._slots, []
+        for slot in range(j * count, (j + 1) * count):
+            place = thread
+            if self.problem.loads_angles_by_rows:
+                place = kept(thread, slot, (self._lanes, self._slots))
+            found.append(self.angles[None, place, first + slot])
+        return found
 
     def _table(self, i: int, which: int, j: int) -> Numbers:
         """8 cosines (0) or sines (1) of a thread's row `i`."""
@@ -203,6 +242,23 @@ class Turner:
         for piece, source in enumerate(self._pieces(i, which, j)):
             cute.autovec_copy(source, targets[None, piece])
         return found
+
+
+def kept(thread: Int32, slot: int, sizes: tuple[int, int]) -> Int32:
+    """Whose place in shared memory a thread's piece `slot` of a row is in, if threads load for each other.
+
+    For each slot other threads of the row change places: those that write side by side what one of them keeps use
+    different banks, as do those that read the same slot. `sizes` are threads of a row, and slots, which divide them.
+    """
+    lanes, slots = sizes
+    return thread ^ (slot * (lanes // slots))
+
+
+def written(thread: Int32, lane: Int32, k: int, sizes: tuple[int, int]) -> tuple[Int32, Int32]:
+    """The place and the slot of a row's piece `k * lanes + lane`, which thread `lane` of the row loads for another."""
+    lanes, slots = sizes
+    slot = lane % slots
+    return thread - lane + lane // slots + (slot ^ k) * (lanes // slots), slot
 
 
 def turned_pair(a: Float32, b: Float32, cos: Numbers, sin: Numbers, e: int) -> tuple[Float32, Float32]:

@@ -265,6 +265,10 @@ class HeadRows:
         rows = choose(is_q, *(Rows.of(x, origin, first) for x in both))
         return cls(rows, choose(is_q, *(Int64(x.stride[-2]) * (x.element_type.width // 8) for x in both)))
 
+    def every(self, count: Int32) -> HeadRows:
+        """Of each head that comes `count` after another one."""
+        return HeadRows(self.rows, self.step * Int64(count))
+
     def __getitem__(self, number: Int32) -> Rows:
         return Rows(self.rows.address + self.step * Int64(number), self.rows.stride)
 
