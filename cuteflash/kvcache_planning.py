@@ -35,11 +35,17 @@ from cuteflash.split_planning import MOST_PARTS, ROWS, SplitKernels, Tiles, grid
 from cuteflash.strides import fp32_template, is_like_new, usable_strides
 from cuteflash.traits.arch import Family, get_arch
 from cuteflash.traits.cache_sm80 import CONVERTING_CAPABILITY
+from cuteflash.traits.chunks import swizzle_width
 from cuteflash.traits.length_class import LengthClass, length_class_of, length_class_of_packed
+from cuteflash.traits.sm90 import WGMMA_K
 from cuteflash.validate import ALIGNMENT, reads_values
 from cuteflash.validate_kvcache import KvCacheInputs, check_kvcache
 from cuteflash.validate_packed import PackedInputs
 
+# Elements of a box of one slab up to which wide ones are faster, by whether Q is in registers: K's products then are of
+# one page each, and each reads Q.
+WIDE_UP_TO = {True: 1024, False: 512}
+WIDE_SLABS_MAX = 3  # of more, which head dims 160 and 224 have, wide boxes were not timed
 GATHERED_BYTES_MAX = ALIGNMENT << 32  # a row that is looked up by itself is counted in 16 bytes, in 32 bits
 
 Launch = Callable[[KvCacheInputs], Result]
@@ -287,7 +293,8 @@ def with_boxes(inputs: KvCacheInputs, strides: Sequence[Strides], problem: FwdPr
     rows = box_rows(inputs, strides, traits.tile_n) if traits.family == "sm90" else 0
     if rows == 0:
         check_reach(inputs, strides)
-    return dataclasses.replace(problem, storage=dataclasses.replace(problem.storage, page_rows=rows))
+    wide = problem.is_split and takes_wide_boxes(inputs, strides, traits, rows)
+    return dataclasses.replace(problem, storage=dataclasses.replace(problem.storage, page_rows=rows, wide_boxes=wide))
 
 
 def box_rows(inputs: KvCacheInputs, strides: Sequence[Strides], tile_n: int) -> int:
@@ -313,6 +320,25 @@ def box_rows(inputs: KvCacheInputs, strides: Sequence[Strides], tile_n: int) -> 
         return 0
     rows = math.gcd(page_size, tile_n)
     return 0 if rows % PAGE_ROWS_STEP else rows
+
+
+def takes_wide_boxes(inputs: KvCacheInputs, strides: Sequence[Strides], traits: Any, rows: int) -> bool:
+    """Whether a TMA box of `rows` rows is to hold all columns of K, and one all of V: it can, and is faster.
+
+    A descriptor has no mode for slabs beside that for heads: it counts slabs through all heads, which have to lie whole
+    slabs apart, and no box ends with a head's columns. Arguments as of `box_rows`.
+    """
+    if inputs.is_e4m3 or not 0 < rows < traits.tile_n or rows % WGMMA_K:  # what converts tiles reads slabs
+        return False
+    columns = traits.head_dim, traits.head_dim_v
+    slabs = [swizzle_width(count) for count in columns]
+    most = max(count // slab for count, slab in zip(columns, slabs, strict=True))
+    if rows * max(slabs) > WIDE_UP_TO[traits.q_in_regs] or not 1 < most <= WIDE_SLABS_MAX:
+        return False
+    return all(
+        cache.shape[3] == count and (cache.shape[2] == 1 or head_stride % slab == 0)
+        for cache, (_, _, head_stride, _), count, slab in zip(inputs[1:3], strides, columns, slabs, strict=True)
+    )
 
 
 def check_reach(inputs: KvCacheInputs, strides: Sequence[Strides]) -> None:

@@ -106,7 +106,7 @@ class MlaPlan:
         shares: of the keys.
         scalars: the kernel's.
         blocks: of the launch.
-        tile_m: rows of a query tile.
+        partials: fp32 elements of its partial results.
     """
 
     kernel: Callable[..., object]
@@ -115,7 +115,7 @@ class MlaPlan:
     shares: Shares
     scalars: MlaScalars
     blocks: int
-    tile_m: int
+    partials: int
 
     def __call__(
         self,
@@ -148,7 +148,7 @@ class MlaPlan:
 
     def _workspace(self, q: Tensor) -> dict[str, Tensor]:
         return {
-            "partials": q.new_empty(partials_size(self.blocks, self.tile_m, LATENT_DIM_V), dtype=torch.float32),
+            "partials": q.new_empty(self.partials, dtype=torch.float32),
             "arrivals": arrivals.of(q.device, self.blocks),
         }
 
@@ -248,7 +248,7 @@ def plan_of(
             most_parts=shares.most_parts,
         ),
         blocks=shares.count * m_blocks,
-        tile_m=traits.tile_m,
+        partials=partials_size(shares.count * m_blocks, traits.tile_m, traits.part_words),
     )
 
 

@@ -140,6 +140,8 @@ class Storage:
         used_q, used_k: of each sequence only so many of its first rows count as a tensor says (``seqused_q``,
             ``seqused_k``).
         page_rows: of paged K and V, the rows of one TMA box, all in one page; 0 if each row is looked up by itself.
+        wide_boxes: such a box holds all columns, which then lie together in shared memory; otherwise a slab of them, as
+            wide as the swizzle.
         has_page_table: the pages of each cache entry are in a table.
         has_cache_batch_idx: the cache entry of each sequence is in a vector; otherwise it is the sequence's number.
         has_leftpad: how many of a cache entry's first rows do not count is in a vector.
@@ -150,6 +152,7 @@ class Storage:
     used_q: bool = False
     used_k: bool = False
     page_rows: int = 0
+    wide_boxes: bool = False
     has_page_table: bool = False
     has_cache_batch_idx: bool = False
     has_leftpad: bool = False
@@ -164,6 +167,8 @@ class Storage:
             raise ValueError(f"storage of k is {self.k!r}; allowed with what only a cache has: 'paged'")
         if self.page_rows and self.has_page_table and self.has_leftpad:
             raise ValueError(f"page_rows is {self.page_rows}; allowed with has_leftpad: 0, as blocks begin in a page")
+        if self.wide_boxes and not self.page_rows:
+            raise ValueError("wide_boxes is True; allowed with page_rows 0: False, as rows have no boxes")
 
     @property
     def gathers(self) -> bool:

@@ -13,6 +13,7 @@ def extras_of(problem: Problem) -> list[str]:
     extras += [name for name in ("used_q", "used_k") if getattr(problem.storage, name)]
     if problem.storage.k == "paged":
         extras.append(f"paged {problem.storage.page_rows}")
+        extras += ["wide boxes"] * problem.storage.wide_boxes
         extras += [
             name.removeprefix("has_")
             for name in ("has_page_table", "has_cache_batch_idx", "has_leftpad")

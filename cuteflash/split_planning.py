@@ -107,7 +107,7 @@ class SplitLaunch:
     ) -> SplitLaunch:
         """That of a kernel with these traits."""
         blocks, lanes = grid_of(traits, tiles, packed_heads, num_sms)
-        size = partials_size(blocks, traits.tile_m, traits.head_dim_v)
+        size = partials_size(blocks, traits.tile_m, traits.head_dim_v + 1)
         return cls(blocks, lanes, num_splits or MOST_PARTS, fp32_template((size,), device))
 
     def arguments(self, metadata: Tensor | None = None) -> tuple[Any, ...]:

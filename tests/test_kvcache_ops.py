@@ -28,8 +28,8 @@ from cuteflash import (
 from cuteflash.arguments import FwdArguments, FwdOptions, FwdScalars, FwdTensors, PackedTensors
 from cuteflash.core.lengths import Lengths
 from cuteflash.core.paged import Pages
-from cuteflash.dispatch import Choice
-from cuteflash.kvcache_planning import box_rows, check_reach
+from cuteflash.dispatch import Choice, padded_head_dim
+from cuteflash.kvcache_planning import box_rows, check_reach, takes_wide_boxes
 from cuteflash.problem import FwdProblem, Storage
 from cuteflash.validate_kvcache import KvCacheInputs
 from tests.gpu.checks import Case
@@ -293,6 +293,27 @@ def test_rows_of_a_box(page_size: int, tile_n: int, rows: int) -> None:
     assert found(inputs._replace(v_cache=v[:, :1].expand_as(v))) == (rows if page_size == 1 else 0)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "is_wide"),
+    [(128, 16, True), (128, 32, False), (128, 24, False), (128, 64, False), (128, 0, False), (96, 16, True),
+     (96, 32, False), (160, 16, False), (64, 16, False), (256, 16, False), (88, 16, False)],
+)  # fmt: skip
+def test_boxes_of_all_columns(head_dim: int, rows: int, is_wide: bool) -> None:
+    def found(k: Tensor, v: Tensor) -> bool:
+        inputs = KvCacheInputs(k.new_empty(1, 1, 4, head_dim), k, v)
+        return takes_wide_boxes(inputs, [x.stride() for x in (k, v)], traits, rows)
+
+    padded = padded_head_dim(head_dim)
+    traits = types.SimpleNamespace(tile_n=64, head_dim=padded, head_dim_v=padded, q_in_regs=head_dim == 128)
+    k = torch.empty(3, 32, 2, head_dim, dtype=torch.bfloat16, device="meta")
+    assert found(k, k) == is_wide
+    assert found(k.transpose(1, 2).contiguous().transpose(1, 2), k) == is_wide
+    apart = torch.empty(3, 32, 2, head_dim + 8, dtype=k.dtype, device="meta")[..., :head_dim]
+    assert not found(apart, k) and not found(k, apart)  # heads are not whole slabs apart
+    assert found(apart[:, :, :1], k[:, :, :1]) == is_wide
+    assert not found(k.to(torch.float8_e4m3fn), k.to(torch.float8_e4m3fn))
+
+
 def test_caches_that_cannot_be_addressed_are_refused() -> None:
     k = torch.empty(2**27 + 1, 1, 2, 128, dtype=torch.bfloat16, device="meta")
     inputs = KvCacheInputs(torch.empty(1, 1, 2, 128), k, k, page_table=int32(0)[None])
@@ -400,6 +421,8 @@ def test_storage_of_caches() -> None:
         Storage(has_page_table=True)
     with pytest.raises(ValueError, match="page_rows is 8; allowed with has_leftpad: 0"):
         Storage("dense", "paged", page_rows=8, has_page_table=True, has_leftpad=True)
+    with pytest.raises(ValueError, match="wide_boxes is True; allowed with page_rows 0: False"):
+        Storage("dense", "paged", wide_boxes=True)
     with pytest.raises(ValueError, match="storage of q is 'paged'; allowed: dense, varlen"):
         Storage("paged")
     assert dataclasses.replace(Storage("dense", "paged"), page_rows=8).gathers is False

@@ -13,11 +13,12 @@ from cuteflash.core.latent import LatentLine, LatentMask, LatentPages
 from cuteflash.core.lengths import Sequence
 from cuteflash.core.tile import QueryTile
 from cuteflash.dispatch import choose_mla
-from cuteflash.kernels.common.mla_parts import LatentParts, columns_at
+from cuteflash.kernels.common.mla_parts import QUAD, LatentParts, columns_at
+from cuteflash.kernels.common.octets import OCTET
 from cuteflash.kernels.sm90.mla_decode import FlashMlaDecodeSm90
 from cuteflash.kernels.sm90.mla_decode_bundles import BOTH_PAGES, FIRST_PAGE, READERS, parity
 from cuteflash.kernels.sm90.mla_decode_load import parts_from
-from cuteflash.kernels.sm90.mla_decode_parts import LINES_OF_ROW, PAGES_START, ROWS_IN_Q, STAGED, WARP
+from cuteflash.kernels.sm90.mla_decode_merge import LINES_OF_ROW, Staged
 from cuteflash.mla_planning import PART_COST, CudaMlaDecode, Shares, check_served, row_strides
 from cuteflash.mla_problem import MlaProblem
 from cuteflash.traits.arch import ARCHS, get_arch
@@ -49,10 +50,10 @@ def test_kernels_neither_spill_nor_serialise_their_products(kernels: KernelStore
     assert compiled.count("UTMALDG.3D")
     assert compiled.count("UTMAPF.L2.3D")
     # Stores of 16 bytes, at least (code around shuffles may be there twice), by the one code of both warpgroups: 16 for
-    # the half of a tile that 128 threads have, 64 x 256; of parts, which are fp32, twice as many.
-    assert compiled.count(r"STG\.E\.128") >= 16 * (3 if problem.is_split else 1)
-    # Parts to merge, their rows' log-sum-exps and lines; of a second part likewise, and its rows in two turns.
-    assert compiled.count("UBLKCP") == (5 if problem.is_split else 0)
+    # the half of a tile that 128 threads have, 64 x 256; of parts, which are fp16, as many again.
+    assert compiled.count(r"STG\.E\.128") >= 16 * (2 if problem.is_split else 1)
+    # Parts to merge, their rows' statistics and lines; of a second part likewise.
+    assert compiled.count("UBLKCP") == (4 if problem.is_split else 0)
     assert not compiled.count(r"STG\.E\.64")
     before, _ = compiled.ptx.split("griddepcontrol.wait", 1)  # lengths and page table are asked for
     assert before.count("prefetch.global.L2") == 1 + problem.is_paged
@@ -68,8 +69,10 @@ def test_rows_run_on_hopper_only() -> None:
 def test_shared_memory_is_planned_without_overlaps() -> None:
     traits = MlaTraitsSm90()
     plan = traits.smem_plan
-    assert traits.smem_bytes == 231_424 <= HOPPER.smem_per_block
-    apart = sorted((plan[name] for name in ("barriers", "statistics", "q", "pages", "p0")), key=lambda one: one.start)
+    assert traits.smem_bytes == 232_448 <= HOPPER.smem_per_block
+    apart = sorted(
+        (plan[name] for name in ("barriers", "statistics", "q", "pages", "p0", "beside")), key=lambda one: one.start
+    )
     assert all(one.end <= other.start for one, other in itertools.pairwise(apart))
     assert all(plan[name].start % 1024 == 0 for name in ("q", "p1", "pages", "p0"))
     # P of the second warpgroup over the last columns of Q, which are in registers by then.
@@ -82,13 +85,18 @@ def test_shared_memory_is_planned_without_overlaps() -> None:
 def test_what_a_block_merges_fits_where_q_and_pages_were(rows: int) -> None:
     plan = MlaTraitsSm90().smem_plan
     room = plan["p0"].end - plan["q"].start
-    for parts in range(3, WARP + 1):  # a share of each part's lines of 512 bytes, and 64 log-sum-exps
-        lines = -(-rows * LINES_OF_ROW // min(parts - 1, rows * LINES_OF_ROW))
-        assert parts * (lines * 512 + 256) <= STAGED * 4 <= room
-    # Of two parts the rows of the second one: those that lie where Q was spare its last columns, which P takes.
-    assert plan["p1"].start - plan["q"].start >= 256 + ROWS_IN_Q * 2048
-    assert plan["pages"].nbytes // 2 >= (64 - ROWS_IN_Q) * 2048
-    assert plan["pages"].start - plan["q"].start == PAGES_START * 4
+    for parts in range(3, 400):  # more than a GPU has multiprocessors
+        merging = min(parts - 1, rows * LINES_OF_ROW)
+        for number in {0, 1, merging // 2, merging - 1} & set(range(merging)):
+            first, end = (n * rows * LINES_OF_ROW // merging for n in (number, number + 1))
+            staged = Staged.of(None, first, end)  # type: ignore[arg-type]
+            assert (
+                staged.first_row * LINES_OF_ROW <= first < end <= staged.end_row * LINES_OF_ROW <= rows * LINES_OF_ROW
+            )
+            assert staged.part_bytes == 16 * (staged.end_row - staged.first_row) + 256 * (end - first)
+            assert parts * staged.part_bytes <= room
+    # Of two parts the second one: its O where Q was, but for its last columns, which P takes.
+    assert plan["p1"].start - plan["q"].start == 64 * 1024 and plan["beside"].nbytes == 64 * 16
 
 
 @pytest.mark.parametrize(
@@ -150,7 +158,7 @@ def test_a_line_has_pages_and_behind_them_what_a_tile_costs() -> None:
     for length, pages in ((0, 1), (1, 1), (64, 1), (65, 2), (640, 10)):
         mask = LatentMask("causal", 40, length, 0, 0, heads=40)
         launch = types.SimpleNamespace(mask_of=lambda sequence, mask=mask: mask, tile_m=64, tile_n=64, tile_cost=3)
-        line = LatentLine(1, 1, 1, 1, 2, 1, 1, 1, differs=True)
+        line = LatentLine(1, 1, 1, 1, 2, 1, 1, 1)
         assert line.tiles(launch, Sequence(0, 40, 0, length)) == (1, pages + 3)
 
 
@@ -220,12 +228,15 @@ def test_blocks_that_meet_merge_each_line_once(rows: int) -> None:
         assert all(firsts) and sorted(itertools.chain(*firsts)) == list(range(lines))
 
 
-def test_places_of_partial_results_are_those_of_lanes() -> None:
-    """Four lanes have two columns each of a group of 8; a lane's four of two groups are next to each other."""
-    found = {place + 2 * pair: column for place in range(0, 512, 4) for pair, column in enumerate(columns_at(place))}
+@pytest.mark.parametrize("size", [QUAD, OCTET])
+def test_places_of_partial_results_are_those_of_lanes(size: int) -> None:
+    """Four lanes have two columns each of a group of 8; a lane's of some groups are next to each other."""
+    found = {
+        place + 2 * pair: column for place in range(0, 512, 4) for pair, column in enumerate(columns_at(place, size))
+    }
     expected = {}
-    for groups, lane, pair in itertools.product(range(32), range(4), range(2)):
-        expected[16 * groups + 4 * lane + 2 * pair] = 16 * groups + 8 * pair + 2 * lane
+    for groups, lane, pair in itertools.product(range(128 // size), range(4), range(size // 2)):
+        expected[4 * size * groups + size * lane + 2 * pair] = 4 * size * groups + 8 * pair + 2 * lane
     assert found == expected and sorted(found) == sorted(found.values()) == list(range(0, 512, 2))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from cuteflash.dispatch import choose_shipped
 from cuteflash.problem import FwdProblem, MaskKind, Storage, StorageKind
+from cuteflash.traits.sm90 import FwdTraitsSm90
 from tests.cross_compile import KernelStore
 
 pytestmark = pytest.mark.slow
@@ -33,6 +34,24 @@ def test_sm90(kernels: KernelStore, head_dims: tuple[int, int], q_of_boxes: Stor
         compiled = kernels(choice.kernel_cls, choice.traits, asked, "sm_90a")
         compiled.assert_clean()
         assert bool(compiled.count("LDGSTS")) == (storage is ROWS)
+
+
+@pytest.mark.parametrize("head_dims", [(96, 96), (128, 128), (192, 128)], ids=str)
+def test_a_box_of_few_rows_may_hold_all_columns(kernels: KernelStore, head_dims: tuple[int, int]) -> None:
+    """A box for each page of K and of V instead of one for each slab of columns, and K's products page by page."""
+    boxes = {}
+    for is_wide in (False, True):
+        storage = dataclasses.replace(BOXES, wide_boxes=is_wide)
+        asked = dataclasses.replace(problem(storage, head_dims, "full"), is_split=True)
+        choice = choose_shipped(asked, "sm_90a")
+        assert isinstance(choice.traits, FwdTraitsSm90)
+        compiled = kernels(choice.kernel_cls, choice.traits, asked, "sm_90a")
+        compiled.assert_clean()
+        boxes[is_wide] = compiled.count(r"UTMALDG\.5D")
+        keys = 16 if is_wide else choice.traits.tile_n
+        assert compiled.count("HGMMA") == sum(compiled.count(f"HGMMA.64x{n}x16") for n in {keys, head_dims[1]})
+    places, rest = divmod(boxes[True], choice.traits.tile_n // 16)  # where K or V is loaded
+    assert rest == 0 and places >= 3 and boxes[False] > boxes[True]
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])

@@ -113,7 +113,7 @@ def test_what_a_tile_costs_beside_its_keys_is_never_cut_off() -> None:
 def test_the_key_blocks_of_a_share() -> None:
     for lo, hi in itertools.product(range(3), range(5)):
         blocks = KeyBlocks(lo, max(lo, hi))
-        parts = [KeyShare(first, first + 2, 0, 0, 1).of(blocks) for first in range(0, 6, 2)]
+        parts = [KeyShare(first, first + 2, 0, 0, 0, 6, 0, 2).of(blocks) for first in range(0, 6, 2)]
         assert [i for part in parts for i in range(part.lo, part.hi)] == list(range(blocks.lo, blocks.hi))
 
 
@@ -159,7 +159,7 @@ def test_shares_end_where_tiles_end(tiles: int, most: int, shares: int) -> None:
 
 
 def test_partials_hold_all_slots() -> None:
-    assert partials_size(132, 64, 128) == 2 * 132 * 64 * 128 + 2 * 132 * 64
+    assert partials_size(132, 64, 129) == 2 * 132 * 64 * 128 + 2 * 132 * 64
 
 
 @pytest.mark.parametrize(

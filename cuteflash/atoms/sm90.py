@@ -22,10 +22,24 @@ def smem_tile_layout(dtype: type[cutlass.Numeric], rows: int, cols: int, stages:
     return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
 
 
+def banded_tile_layout(
+    dtype: type[cutlass.Numeric], rows: int, cols: int, band: int, stages: int
+) -> cute.ComposedLayout:
+    """As `smem_tile_layout`, with all columns of `band` rows before those of the next ones: (rows, cols, stages)."""
+    one = cute.select(smem_tile_layout(dtype, band, cols), mode=[0, 1])
+    return cute.tile_to_shape(one, (rows, cols, stages), order=(0, 1, 2))
+
+
 def rows_of_tile(tile: cute.ComposedLayout, rows: int) -> cute.ComposedLayout:
     """The first `rows` rows of a (rows, cols, stages) tile, a multiple of 8, as TMA writes them: (rows, cols)."""
     band = cute.flat_divide(cute.select(tile.outer, mode=[0, 1]), (rows,))  # (rows, bands, cols)
     return cute.make_composed_layout(tile.inner, 0, cute.select(band, mode=[0, 2]))
+
+
+def slabs_of_tile(tile: cute.ComposedLayout, rows: int, slab: int) -> cute.ComposedLayout:
+    """As `rows_of_tile`, with the columns in swizzle-wide slabs: (rows, slab, slabs)."""
+    bands = cute.flat_divide(cute.select(tile.outer, mode=[0, 1]), (rows, slab))  # (rows, slab, bands, slabs)
+    return cute.make_composed_layout(tile.inner, 0, cute.select(bands, mode=[0, 1, 3]))
 
 
 def packed_rows(tile: cute.ComposedLayout, heads: int, tokens: int) -> cute.ComposedLayout:
@@ -92,11 +106,15 @@ def tma_store(tensor: cute.Tensor, tile: cute.ComposedLayout, box: cute.Tiler):
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, tile, box)
 
 
-def tma_partition(atom: cute.CopyAtom, tiles: cute.Tensor, boxes: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """TMA partitions: (box, stages) of a tile (rows, cols, stages), (box, n) of global boxes (rows, cols, n)."""
-    return cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(boxes, 0, 2)
-    )
+def tma_partition(
+    atom: cute.CopyAtom, tiles: cute.Tensor, boxes: cute.Tensor, modes: int = 2
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """TMA partitions: (box, stages) of a tile (rows, cols, stages), (box, n) of global boxes (rows, cols, n).
+
+    `modes` is 3 if both are (rows, columns of a slab, slabs, ..).
+    """
+    whole = cute.make_layout(1)
+    return cpasync.tma_partition(atom, 0, whole, *(cute.group_modes(x, 0, modes) for x in (tiles, boxes)))
 
 
 def bulk_load(target: cute.Pointer, source: cute.Pointer, nbytes: int | Int32, barrier: cute.Pointer) -> None:

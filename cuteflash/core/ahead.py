@@ -12,26 +12,38 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 LINE_WORDS = 32  # of four bytes, in a line of the caches
+WARP = 32
 
 
 @cute.jit
-def fetch_vectors(vectors: cutlass.Constexpr[tuple[Any, ...]]):
-    """Bring vectors of four-byte elements into L2, of each a line a thread; None are skipped."""
+def fetch_vectors(vectors: cutlass.Constexpr[tuple[Any, ...]], but_first_warp: cutlass.Constexpr[bool] = False):
+    """Bring vectors of four-byte elements into L2, of each a line a thread of a block; None are skipped.
+
+    All threads of the block call it, or with `but_first_warp` all but its first warp, which does something else.
+    """
     for vector in vectors:
         if const_expr(vector is not None):
-            fetch_line(vector, cute.arch.thread_idx()[0])
+            fetch_line(vector, cute.arch.thread_idx()[0] - WARP * but_first_warp)
 
 
 @cute.jit
-def fetch_table(table: cute.Tensor | None):
-    """Bring the lines of a table of four-byte elements into L2, each by another thread of the grid."""
+def fetch_table(table: cute.Tensor | None, but_first_warp: cutlass.Constexpr[bool] = False):
+    """Bring the lines of a table of four-byte elements into L2, each by another thread of the grid, likewise."""
     if const_expr(table is not None):
-        fetch_line(table, cute.arch.block_idx()[0] * cute.arch.block_dim()[0] + cute.arch.thread_idx()[0])
+        left_out = WARP * but_first_warp
+        threads = cute.arch.block_dim()[0] - left_out
+        fetch_line(table, cute.arch.block_idx()[0] * threads + cute.arch.thread_idx()[0] - left_out)
 
 
 @cute.jit
 def fetch_line(tensor: cute.Tensor, number: Int32):
     """Bring one of the lines that a tensor of four-byte elements spans into L2, if it has so many."""
     first = number * LINE_WORDS
-    if first < cute.cosize(tensor.layout):
+    if first < span_of(tensor):
         cute.arch.prefetch((tensor.iterator + first).llvm_ptr, cache_level="L2")
+
+
+def span_of(tensor: cute.Tensor) -> Any:
+    """Elements from a tensor's first one to its last one in memory; `cute.cosize` would divide to find that."""
+    counts, strides = (cute.flatten_to_tuple(x) for x in (tensor.shape, tensor.stride))
+    return 1 + sum((count - 1) * stride for count, stride in zip(counts, strides, strict=True))

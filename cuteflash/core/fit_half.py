@@ -1,4 +1,4 @@
-"""Rows of bf16 made into fp16, whose range is smaller: each row is scaled by a power of two, and its scores back.
+"""Rows of bf16 or fp32 made into fp16, whose range is smaller: each is scaled by a power of two, and results back.
 
 The largest element of a row comes to lie in [2^14, 2^15). fp16 has 11 bits down to 2^-14, so that a row's elements keep
 the 8 bits of bf16 over 31 powers of two below its largest one, and what is smaller is rounded to multiples of 2^-39 of

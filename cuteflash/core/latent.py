@@ -14,10 +14,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cuteflash.core.lengths import Index, Sequence
-from cuteflash.core.mask import IntervalMask
+from cuteflash.core.mask import IntervalMask, blocks_of
 from cuteflash.core.scores import computed_here
 from cuteflash.core.softmax import LOG2_E
-from cuteflash.core.split import Line, share_of_tile
+from cuteflash.core.split import Line, share_of_tile, start_of
 from cuteflash.core.tile import QueryTile
 from cuteflash.mla_problem import MlaProblem, MlaScalars, MlaTensors
 
@@ -27,11 +27,11 @@ class LatentMask(IntervalMask):
     """A causal mask of rows that are (token, head), heads first. `seqlen_q` counts rows, not tokens.
 
     Attributes:
-        heads: rows of a token.
+        heads: rows of a token, or what to divide by in their place.
         step: keys that a token sees less than the next one: 1, or 0 if all see all keys.
     """
 
-    heads: Index = 1
+    heads: Any = 1
     step: Index = 1
 
     def kv_bounds(self, query: Index) -> tuple[Index, Index]:
@@ -39,9 +39,13 @@ class LatentMask(IntervalMask):
         later = cutlass.max(self.seqlen_q // self.heads - 1 - query // self.heads, 0)  # tokens; 0 of a row past the end
         return 0, self.seqlen_k - self.step * later
 
+    def n_blocks(self, first: Index, last: Index, tile_n: int) -> tuple[Index, Index]:
+        """The pages `[0, hi)` that some row of `first..last` (inclusive) sees; the first load waits for this."""
+        return 0, blocks_of(cutlass.max(self.kv_bounds(last)[1], 0), tile_n)
+
     def most_blocks(self, tokens: int, tile_n: int) -> Index:
         """The pages of a tile, at least 1."""
-        return cutlass.max((self.seqlen_k + tile_n - 1) // tile_n, 1)
+        return cutlass.max(blocks_of(self.seqlen_k, tile_n), 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +95,7 @@ class LatentLaunch:
         lengths: (sequences,), keys of each.
         capacity: keys that a sequence can have.
         rows: of a sequence, tokens times heads.
-        heads: query heads.
+        by_heads: what to divide by in place of the number of query heads.
         step: see `LatentMask`.
         scale_log2: exp2 is taken of `scale_log2 * q k`.
         m_blocks: query tiles of a sequence; neighbouring blocks compute the same keys of them.
@@ -103,7 +107,7 @@ class LatentLaunch:
     lengths: cute.Tensor
     capacity: Int32
     rows: Int32
-    heads: Int32
+    by_heads: Any
     step: Int32
     scale_log2: Float32
     m_blocks: Int32
@@ -122,12 +126,12 @@ class LatentLaunch:
             capacity = tensors.page_table.shape[1] * capacity
         line = None
         if problem.is_split:
-            line = LatentLine.of(batch, Int32(1), m_blocks, scalars.shares, scalars.most_parts, differs=True)
+            line = LatentLine.of(batch, Int32(1), m_blocks, scalars.shares, scalars.most_parts)
         return cls(
             lengths=tensors.cache_seqlens,
             capacity=capacity,
             rows=rows,
-            heads=tensors.lse.shape[1],
+            by_heads=cute.fast_divmod_create_divisor_v2(tensors.lse.shape[1]),
             step=scalars.causal,
             scale_log2=scalars.softmax_scale * LOG2_E,
             m_blocks=m_blocks,
@@ -150,7 +154,7 @@ class LatentLaunch:
             seqlen_k=sequence.seqlen_k,
             window_left=0,
             window_right=0,
-            heads=self.heads,
+            heads=self.by_heads,
             step=self.step,
         )
 
@@ -162,7 +166,7 @@ class LatentLaunch:
             sequence=number,
             batch=number,
             kv_batch=number,
-            heads_per_kv=Int32(1),
+            heads_per_kv=None,
             first_q=0,
             first_k=0,
             first_token=head * self.tile_m,
@@ -201,28 +205,25 @@ def rows_of_lse(lse: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def each_latent_part(launch: LatentLaunch, visit: cutlass.Constexpr):
-    """As `cuteflash.core.split.each_part`; the first tile alone is looked for, as a line has one of each sequence."""
+    """As `cuteflash.core.split.each_part`; the first tile alone is looked for, as a line has one of each sequence.
+
+    That is one with pages in the share: if it has but what a tile costs beside them, all are in the share before.
+    """
     line, block = launch.line, cute.arch.block_idx()[0]
-    total, widest, window = line.size(launch)
-    share, number = line.share(launch, total, widest), block // line.by_lanes
-    at = number * share
-    end = cutlass.min(at + share, total)
-    sequence, begin = Int32(0), Int32(0)
-    if at < end:
-        sequence, begin, window = line.find(launch, at, window)
-    q_pos, kv_pos = Int32(0), Int32(0)
-    while at < end:
+    first, begin, share, total = start_of(launch, block, launch.tile_cost)
+    number = block // line.by_lanes
+    start = number * share
+    end = cutlass.select_(start + launch.tile_cost < total, cutlass.min(start + share, total), Int32(0))
+    sequence, kv_pos = first, Int32(0)
+    while begin < end:
         lane = computed_here(block) % line.by_lanes  # kept across a tile it would take a register
+        at = cutlass.max(begin, start)
         found = launch.tile_of(Int32(0), lane, sequence, launch.sequence(sequence))
-        pages = found.mask.most_blocks(launch.tile_m, launch.tile_n)
-        first, width = at - begin, pages + launch.tile_cost
-        place = at, end, first, width, share, number, lane * line.shares
+        width = line.tiles(launch, launch.sequence(sequence))[1]
+        place = at, end, at - begin, width, share, number, lane * line.shares
         tile = dataclasses.replace(found, share=share_of_tile(*place, launch.tile_cost))
-        if first < pages:  # otherwise the share before this one has all of the tile's
-            kv_pos = visit(tile, q_pos, kv_pos)
-            q_pos += 1
-        begin += width
-        at, sequence = begin, sequence + 1
+        kv_pos = visit(tile, sequence - first, kv_pos)
+        begin, sequence = begin + width, sequence + 1
 
 
 @cute.jit

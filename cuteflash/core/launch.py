@@ -143,7 +143,8 @@ class Launch:
         heads = heads_q // operands.packed_heads
         heads_per_kv = heads // heads_k
         order: Order | None
-        if kernel.problem.is_split:
+        is_split = kernel.problem.is_split
+        if is_split:
             order = None
         elif storage.q == "varlen":
             order = ragged_order(kernel, tensors, packed, heads, heads_per_kv, persistent)
@@ -155,7 +156,7 @@ class Launch:
             group, longest_first = cutlass.min(group, heads * batch), kernel.longest_first
             order = TileOrder(m_blocks, heads, batch, group, longest_first, zigzag=longest_first)
         scale, inner_scale = score_scales(scores.softcap, scalars)
-        return Launch(
+        launch = Launch(
             order=order,
             heads_per_kv=heads_per_kv,
             lengths=lengths,
@@ -171,9 +172,22 @@ class Launch:
             tile_n=kernel.traits.tile_n,
             packed_heads=operands.packed_heads,
             pages=Pages.of(tensors, packed, storage) if storage.k == "paged" else None,
-            line=line_of(kernel, tensors, packed, split) if kernel.problem.is_split else None,
             tree=None if tree is None else Tree(tree),
         )
+        return launch.with_line(kernel, tensors, packed, split) if is_split else launch
+
+    def with_line(self, kernel, tensors: FwdTensors, packed: PackedTensors, split: SplitTensors) -> Launch:
+        """The launch of a kernel that splits keys, with all of its tiles; `tensors` as `batched` returns them."""
+        sequences = tensors.q.shape[0]
+        if self.storage.q == "varlen":
+            sequences = packed.cu_seqlens_q.shape[0]  # one more than there are: the rows after the last one
+        heads = tensors.q.shape[2] // self.packed_heads
+        heads, shares = (n // split.lanes for n in (heads, arrivals_of(split, kernel.problem).shape[0]))
+        starts = starts_of(split, kernel.problem)
+        heads_per_kv = self.heads_per_kv if self.packed_heads == 1 else None
+        line = Line.of(sequences, heads, split.lanes, shares, split.most_parts, starts, heads_per_kv)
+        is_known = self.storage == DENSE and starts is None
+        return dataclasses.replace(self, line=line.of_one_length(self) if is_known else line)
 
     def tile(self, index: Int32) -> QueryTile:
         """The tile with number `index` of the order: what a role works on."""
@@ -181,11 +195,12 @@ class Launch:
         return self.tile_of(m_block, head, batch, self.sequence(batch))
 
     def fetch_ahead(self) -> None:
-        """Bring into L2 what says where keys lie, before the wait for the launch ahead of this one."""
+        """Bring into L2 what says where keys lie, before the wait for the launch ahead; the first warp does not."""
         lengths = self.lengths
         entries, table = (None, None) if self.pages is None else (self.pages.entries, self.pages.table)
-        fetch_vectors((lengths.cu_q, lengths.used_q, lengths.cu_k, lengths.used_k, lengths.left_k, entries))
-        fetch_table(table)
+        vectors = lengths.cu_q, lengths.used_q, lengths.cu_k, lengths.used_k, lengths.left_k, entries
+        fetch_vectors(vectors, True)
+        fetch_table(table, True)
 
     def sequence(self, batch: Int32) -> Sequence:
         """The sequence of a batch entry, or the rows of Q after the last one."""
@@ -210,7 +225,7 @@ class Launch:
             sequence=batch,
             batch=0 if self.storage.q == "varlen" else batch,
             kv_batch=batch if self.storage.k == "dense" else 0,
-            heads_per_kv=self.heads_per_kv,
+            heads_per_kv=self.heads_per_kv if self.line is None else self.line.by_heads_per_kv,
             first_q=sequence.first_q,
             first_k=sequence.first_k,
             first_token=m_block * self.tile_tokens,
@@ -219,18 +234,6 @@ class Launch:
             tokens=self.tile_tokens,
             packed_heads=self.packed_heads,
         )
-
-
-def line_of(kernel, tensors: FwdTensors, packed: PackedTensors, split: SplitTensors) -> Line:
-    """All tiles of a kernel that splits keys; `tensors` as `batched` returns them."""
-    storage = kernel.problem.storage
-    sequences = tensors.q.shape[0]
-    if storage.q == "varlen":
-        sequences = packed.cu_seqlens_q.shape[0]  # one more than there are: the rows after the last one
-    heads = tensors.q.shape[2] // kernel.problem.operands.packed_heads
-    heads, shares = (n // split.lanes for n in (heads, arrivals_of(split, kernel.problem).shape[0]))
-    starts = starts_of(split, kernel.problem)
-    return Line.of(sequences, heads, split.lanes, shares, split.most_parts, differs=storage != DENSE, starts=starts)
 
 
 @dataclasses.dataclass(frozen=True)

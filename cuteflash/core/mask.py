@@ -16,6 +16,15 @@ from cuteflash.problem import MaskKind, has_left_edge
 Index = Any  # a Python int or a traced cutlass.Int32
 
 
+def blocks_of(count: Index, size: Index) -> Index:
+    """How many blocks of `size` hold `count`.
+
+    A shift divides by a power of two, in one instruction: the quotient of signed values would take eight.
+    """
+    is_power = isinstance(size, int) and size & (size - 1) == 0
+    return (count + size - 1) >> (size.bit_length() - 1) if is_power else (count + size - 1) // size
+
+
 @dataclasses.dataclass(frozen=True)
 class IntervalMask:
     """The keys each query of one sequence sees.
@@ -63,10 +72,10 @@ class IntervalMask:
 
     def most_blocks(self, tokens: int, tile_n: int) -> Index:
         """How many key blocks any `tokens` neighbouring queries visit at most, at least 1."""
-        blocks = (self.seqlen_k + tile_n - 1) // tile_n
+        blocks = blocks_of(self.seqlen_k, tile_n)
         if self.kind == "window":
             seen = cutlass.min(self.window_left, self.seqlen_k) + cutlass.min(self.window_right, self.seqlen_k) + tokens
-            blocks = cutlass.min(blocks, (seen + tile_n - 2) // tile_n + 1)
+            blocks = cutlass.min(blocks, blocks_of(seen - 1, tile_n) + 1)
         return cutlass.max(blocks, 1)
 
     def full_n_blocks(self, first: Index, last: Index, tile_n: int) -> tuple[Index, Index]:

@@ -17,6 +17,7 @@ from cutlass import Int32
 from cuteflash.arguments import FwdTensors, PackedTensors
 from cuteflash.core.lengths import Index
 from cuteflash.problem import Storage
+from cuteflash.traits.chunks import swizzle_width
 
 
 def seqlen_of_caches(tensor: Any, table: Any | None) -> Index:
@@ -34,12 +35,14 @@ class Pages:
         entries: (batch,), the cache entry of each sequence; None if it is the sequence's number.
         page_size: rows of a page, as something to divide by; None without a table.
         steps: rows of K, and of V, from one page to the next; None if rows are looked up one by one.
+        head_steps: slabs of columns of K, and of V, from one head to the next; None without `wide_boxes`.
     """
 
     table: Any | None
     entries: Any | None
     page_size: Any | None
     steps: tuple[Index, Index] | None
+    head_steps: tuple[Index, Index] | None = None
 
     @staticmethod
     def of(tensors: FwdTensors, packed: PackedTensors, storage: Storage) -> Pages:
@@ -47,7 +50,10 @@ class Pages:
         caches = tensors.k, tensors.v
         page_size = cute.fast_divmod_create_divisor_v2(tensors.k.shape[1]) if storage.has_page_table else None
         steps = None if storage.gathers else tuple(Int32(x.stride[0] // x.stride[1]) for x in caches)
-        return Pages(packed.page_table, packed.cache_batch_idx, page_size, steps)
+        head_steps = None
+        if storage.wide_boxes:
+            head_steps = tuple(Int32(x.stride[2] // swizzle_width(x.shape[3])) for x in caches)
+        return Pages(packed.page_table, packed.cache_batch_idx, page_size, steps, head_steps)
 
     def entry(self, sequence: Index) -> Index:
         """The cache entry of a sequence that has keys; that of others is not to be looked up."""

@@ -26,6 +26,8 @@ lengths, those of the layers of one step, may be given these places instead (`St
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from typing import Any, NamedTuple
 
 import cutlass
@@ -35,6 +37,7 @@ from cutlass.cute.nvgpu import CopyUniversalOp
 
 from cuteflash.arguments import SplitTensors
 from cuteflash.core.lengths import Sequence
+from cuteflash.core.mask import blocks_of
 from cuteflash.core.scores import computed_here
 from cuteflash.core.split_slots import LEAST_KEYS, START_WORDS, metadata_blocks
 from cuteflash.core.tile import KeyShare, QueryTile
@@ -43,7 +46,8 @@ from cuteflash.problem import FwdProblem
 
 Index = Any  # a Python int or a traced cutlass.Int32
 WARP = 32
-TOGETHER = 4  # lengths that a lane loads at once
+PER_LANE = 4  # neighbouring sequences of a lane, whose lengths are loaded together
+WINDOW = PER_LANE * WARP
 
 
 def share_size(
@@ -76,26 +80,48 @@ def share_of_tile(
 ) -> KeyShare:
     """The part of a tile of `width` units, whose unit `first` lies `at`, that share `number` has, which ends at `end`.
 
-    `first_seat` is that of the line's first share; the last `cost` of the units are no key blocks.
+    `share` is what a share has, or what to divide by in its place. `first_seat` is that of the line's first share; the
+    last `cost` of the units are no key blocks.
     """
     begin = at - first
     last = cutlass.min(width, end - begin)
-    ends = (first_seat + unit // share for unit in (begin, begin + width - cost - 1))
-    return KeyShare(first, last, first_seat + number, *ends)
+    return KeyShare(first, last, number, first_seat, begin, width, cost, share)
 
 
 class Window(NamedTuple):
-    """32 sequences of a line, one for each lane of a warp.
+    """128 sequences of a line, four neighbours for each lane of a warp.
 
     Attributes:
         first: the first one.
         begin: its first unit.
-        ends: where the units of this lane's sequence end.
+        ends: where the units of each of this lane's sequences end.
     """
 
     first: Int32
     begin: Int32
-    ends: Int32
+    ends: tuple[Int32, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Alike:
+    """The tiles of a line whose sequences all have one length, which the host knows.
+
+    Attributes:
+        m_blocks, width: query tiles of a head, and units of each.
+        total: units of the line.
+        share: units of a share.
+        by_m_blocks, by_width, by_share: what to divide by in place of these.
+        by_heads: what to divide by in place of the heads of the line.
+    """
+
+    m_blocks: Int32
+    width: Int32
+    total: Int32
+    share: Int32
+    by_m_blocks: Any
+    by_width: Any
+    by_share: Any
+    by_heads: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +129,7 @@ class Line:
     """The tiles of a launch's lines, laid end to end: sequence by sequence, head by head.
 
     What comes before a block's first load delays all that follows, and a division takes as long as a tenth of it.
-    So the host prepares divisors.
+    So the host prepares divisors, and computes what is the same for all blocks if it knows the lengths.
 
     Attributes:
         sequences: of the batch, and one with the rows after them if queries are packed.
@@ -112,8 +138,9 @@ class Line:
         shares: of a line, the blocks of a launch for each lane.
         most_parts: see `share_size`.
         by_lanes, by_shares, by_parts: what to divide by in place of `lanes`, of `shares` and of `most_parts - 1`.
-        differs: whether lengths differ from sequence to sequence, and only the device knows them.
+        alike: what the host knows of the tiles; None if lengths differ, and only the device knows them.
         starts: as `starts_of` has them.
+        by_heads_per_kv: what to divide a head by for the KV head that it reads; None if it is that one's number.
     """
 
     sequences: Int32
@@ -124,8 +151,9 @@ class Line:
     by_lanes: Any
     by_shares: Any
     by_parts: Any
-    differs: cutlass.Constexpr[bool]
+    alike: Alike | None = None
     starts: cute.Tensor | None = None
+    by_heads_per_kv: Any = None
 
     @classmethod
     def of(
@@ -135,16 +163,30 @@ class Line:
         lanes: Int32,
         shares: Int32,
         most_parts: Int32,
-        differs: bool,
         starts: cute.Tensor | None = None,
+        heads_per_kv: Int32 | None = None,
     ) -> Line:
         """That of a launch, with divisors; made before it."""
         by = (cute.fast_divmod_create_divisor_v2(divisor) for divisor in (lanes, shares, most_parts - 1))
-        return cls(sequences, heads, lanes, shares, most_parts, *by, differs=differs, starts=starts)
+        by_heads = None if heads_per_kv is None else cute.fast_divmod_create_divisor_v2(heads_per_kv)
+        return cls(sequences, heads, lanes, shares, most_parts, *by, starts=starts, by_heads_per_kv=by_heads)
 
-    def tiles(self, launch, sequence: Sequence) -> tuple[Int32, Int32]:
+    def of_one_length(self, launch: Any) -> Line:
+        """The line of a launch whose sequences are all like its first one; made before it."""
+        m_blocks, width = self.tiles(launch, launch.sequence(Int32(0)))
+        total = m_blocks * width * self.heads * self.sequences
+        share = self.share(launch, total, width)
+        by = (cute.fast_divmod_create_divisor_v2(divisor) for divisor in (m_blocks, width, share, self.heads))
+        return dataclasses.replace(self, alike=Alike(m_blocks, width, total, share, *by))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a block finds its tiles without reading device memory."""
+        return self.alike is not None
+
+    def tiles(self, launch: Any, sequence: Sequence) -> tuple[Index, Index]:
         """(query tiles of a head, units of each) of a sequence."""
-        m_blocks = (sequence.seqlen_q + launch.tile_tokens - 1) // launch.tile_tokens
+        m_blocks = blocks_of(sequence.seqlen_q, launch.tile_tokens)
         return m_blocks, launch.mask_of(sequence).most_blocks(launch.tile_tokens, launch.tile_n)
 
     def has(self, tile: QueryTile) -> Boolean:
@@ -166,76 +208,76 @@ class Line:
         total = m_blocks * width * self.heads
         return cutlass.select_(exists, total, Int32(0)), cutlass.select_(exists, width, Int32(0))
 
+    def window(self, launch: Any, first: Int32, begin: Int32) -> tuple[Window, Int32, Int32]:
+        """(the sequences from `first` on, whose first unit is `begin`, units of this lane's ones, the most of a tile).
+
+        A whole warp calls it.
+        """
+        own = first + PER_LANE * cute.arch.lane_idx()
+        found = [self.units(launch, own + i) for i in range(PER_LANE)]
+        sums = list(itertools.accumulate(units for units, _ in found))
+        begin_of_lane = begin + up_to_lane(sums[-1]) - sums[-1]
+        window = Window(first, begin, tuple(begin_of_lane + units for units in sums))
+        return window, sums[-1], functools.reduce(cutlass.max, (width for _, width in found))
+
     @cute.jit
     def size(self, launch: Any):
         """(units of a line, the most of a tile, the first `Window`); a whole warp calls it."""
-        window = Window(Int32(0), Int32(0), Int32(0))
-        if const_expr(self.differs):
-            units, widest = self.units(launch, cute.arch.lane_idx())
-            window = Window(Int32(0), Int32(0), up_to_lane(units))
-            total = cute.arch.shuffle_sync(window.ends, WARP - 1)
-            first = Int32(WARP)
-            if first < self.sequences:
-                further = Int32(0)
-                while first < self.sequences:
-                    for step in cutlass.range_constexpr(TOGETHER):
-                        units, width = self.units(launch, first + step * WARP + cute.arch.lane_idx())
-                        further += units
-                        widest = cutlass.max(widest, width)
-                    first += TOGETHER * WARP
-                total += cute.arch.warp_reduction_sum(further)
-            widest = cute.arch.make_warp_uniform(cute.arch.warp_reduction_max(widest))
-            total = cute.arch.make_warp_uniform(total)
-        else:
-            total, widest = self.units(launch, Int32(0))
-            total *= self.sequences
+        window, total, widest = self.window(launch, Int32(0), Int32(0))
+        first = Int32(WINDOW)
+        while first < self.sequences:
+            _, units, width = self.window(launch, first, Int32(0))
+            total += units
+            widest = cutlass.max(widest, width)
+            first += WINDOW
+        total, widest = (cute.arch.warp_redux_sync(x, kind) for x, kind in ((total, "add"), (widest, "max")))
         return total, widest, window
-
-    def window(self, launch: Any, first: Int32, begin: Int32) -> Window:
-        """The sequences from `first` on, whose first unit is `begin`; a whole warp calls it."""
-        units, _ = self.units(launch, first + cute.arch.lane_idx())
-        return Window(first, begin, begin + up_to_lane(units))
 
     @cute.jit
     def find(self, launch: Any, at: Int32, window: Window):
-        """(the sequence that unit `at` belongs to, its first unit, a `Window` with it); a whole warp calls it.
+        """(the sequence that unit `at` belongs to, its first unit); a whole warp calls it.
 
         It is looked for from the first one of `window` on.
         """
-        if const_expr(self.differs):
-            passed = passed_by(window.ends, at)
-            while self.goes_on(passed, window.first):
-                window = self.window(launch, window.first + WARP, cute.arch.shuffle_sync(window.ends, WARP - 1))
-                passed = passed_by(window.ends, at)
-            before = cute.arch.shuffle_sync(window.ends, cutlass.max(passed - 1, 0))
-            begin = cutlass.select_(passed > 0, before, window.begin)
-            sequence = cute.arch.make_warp_uniform(window.first + passed)
-            begin = cute.arch.make_warp_uniform(begin)
-            if const_expr(self.starts is not None):
-                sequence = cutlass.min(sequence, self.sequences - 1)
-        else:
-            units, _ = self.units(launch, Int32(0))
-            sequence = at // units
-            begin = sequence * units
-        return sequence, begin, window
+        passed, begin = passed_by(window, at)
+        while self.goes_on(passed, window.first):
+            window, _, _ = self.window(launch, window.first + WINDOW, begin)
+            passed, begin = passed_by(window, at)
+        return self.there(window.first + passed), begin
 
     def goes_on(self, passed: Int32, first: Int32) -> Boolean:
-        """Whether `find` has to look at the sequences after the 32 from `first` on, all of which end before.
+        """Whether `find` has to look at the sequences after the 128 from `first` on, all of which end before.
 
         Starts may be those of other lengths, by whose units the last sequence ends too soon.
         """
         if self.starts is None:
-            return passed == WARP
-        return (passed == WARP) & (first < self.sequences)
+            return passed == WINDOW
+        return (passed == WINDOW) & (first < self.sequences)
+
+    def there(self, sequence: Int32) -> Int32:
+        """A sequence that was found; one that exists, should starts of other lengths lead past the last one."""
+        return sequence if self.starts is None else cutlass.min(sequence, self.sequences - 1)
+
+    @cute.jit
+    def following(self, launch: Any, at: Int32, sequence: Int32, begin: Int32):
+        """(the sequence that unit `at` belongs to, its first unit), after a tile of a sequence that ends there.
+
+        A whole warp calls it.
+        """
+        end = begin + self.units(launch, sequence)[0]
+        if at >= end:
+            sequence, begin = self.there(sequence + 1), end
+            if const_expr(launch.lengths.cu_q is not None):  # without queries a sequence has no units
+                window, _, _ = self.window(launch, sequence, begin)
+                sequence, begin = self.find(launch, at, window)
+        return sequence, begin
 
 
-@cute.jit
-def up_to_lane(count: Int32):
+def up_to_lane(count: Int32) -> Int32:
     """The sum of the counts of all lanes up to this one; a whole warp calls it."""
-    for step in cutlass.range_constexpr(5):
+    for step in range(5):
         other = cute.arch.shuffle_sync_up(count, 1 << step, mask_and_clamp=0)
-        if cute.arch.lane_idx() >= 1 << step:
-            count += other
+        count = count + cutlass.select_(cute.arch.lane_idx() >= 1 << step, other, Int32(0))
     return count
 
 
@@ -255,9 +297,16 @@ def arrivals_of(split: SplitTensors, problem: FwdProblem) -> cute.Tensor:
     return cute.make_tensor(split.arrivals.iterator + blocks * START_WORDS, cute.make_layout((blocks,)))
 
 
-def passed_by(ends: Int32, at: Int32) -> Int32:
-    """How many of the sequences, whose lanes hold the ends of their units, come before unit `at`."""
-    return cute.arch.popc(cute.arch.vote_ballot_sync(ends <= at))
+def passed_by(window: Window, at: Int32) -> tuple[Int32, Int32]:
+    """(how many sequences of a window end before unit `at`, where the units of the last one of them do).
+
+    A whole warp calls it.
+    """
+    passed, begin = Int32(0), window.begin
+    for end in window.ends:
+        passed += cutlass.select_(end <= at, Int32(1), Int32(0))
+        begin = cutlass.select_(end <= at, end, begin)
+    return cute.arch.warp_redux_sync(passed, "add"), cute.arch.warp_redux_sync(begin, "max")
 
 
 class Start(NamedTuple):
@@ -270,15 +319,17 @@ class Start(NamedTuple):
 
 
 @cute.jit
-def start_of(launch: Any, block: Int32):
-    """The `Start` of a block, from the lengths of the sequences; a whole warp calls it."""
+def start_of(launch: Any, block: Int32, cost: Index = 0):
+    """The `Start` of a block, from the lengths of the sequences; a whole warp calls it.
+
+    The last `cost` units of a tile are no key blocks: a share that begins among them begins with the next sequence.
+    """
     line = launch.line
     total, widest, window = line.size(launch)
     share = line.share(launch, total, widest)
-    at = block // line.by_lanes * share
-    sequence, begin = Int32(0), Int32(0)
+    at, sequence, begin = block // line.by_lanes * share + cost, Int32(0), Int32(0)
     if at < total:
-        sequence, begin, window = line.find(launch, at, window)
+        sequence, begin = line.find(launch, at, window)
     return Start(sequence, begin, share, total)
 
 
@@ -298,23 +349,22 @@ def each_part(launch: Any, visit: cutlass.Constexpr):
     A whole warp calls it.
     """
     line, block = launch.line, cute.arch.block_idx()[0]
-    number = block // line.by_lanes
-    if const_expr(line.starts is None):
-        total, widest, window = line.size(launch)
-        share = line.share(launch, total, widest)
-        sequence, begin = Int32(0), Int32(0)
-    else:
+    sequence, begin = Int32(0), Int32(0)
+    if const_expr(line.starts is not None):
         sequence, begin, share, total = given_start(line.starts, block)
-        window = Window(sequence, begin, Int32(0))
-    at = number * share
+        by_share = share
+    elif const_expr(line.alike is not None):
+        share, total, by_share = line.alike.share, line.alike.total, line.alike.by_share
+    else:
+        sequence, begin, share, total = start_of(launch, block)
+        by_share = share
+    at = block // line.by_lanes * share
     end = cutlass.min(at + share, total)
     q_pos, kv_pos = Int32(0), Int32(0)
     while at < end:
-        if const_expr(line.starts is None):
-            sequence, begin, window = line.find(launch, at, window)
-        lane = computed_here(block) % line.by_lanes  # kept across a tile it would take a register
+        number, lane = divmod(computed_here(block), line.by_lanes)  # kept across a tile they would take registers
         found, part = tile_at(launch, lane, (sequence, begin), at)
-        tile = dataclasses.replace(found, share=share_of_tile(at, end, *part, share, number, lane * line.shares))
+        tile = dataclasses.replace(found, share=share_of_tile(at, end, *part, by_share, number, lane * line.shares))
         if const_expr(line.starts is None):
             kv_pos = visit(tile, q_pos, kv_pos)
             q_pos += 1
@@ -322,22 +372,29 @@ def each_part(launch: Any, visit: cutlass.Constexpr):
             kv_pos = visit(tile, q_pos, kv_pos)
             q_pos += 1
         at += tile.share.last - tile.share.first
-        if const_expr(line.starts is not None):
+        if const_expr(line.alike is None):
             if at < end:
-                sequence, begin, window = line.find(launch, at, line.window(launch, sequence, begin))
+                sequence, begin = line.following(launch, at, sequence, begin)
 
 
 @cute.jit
 def tile_at(launch: Any, lane: Int32, place: tuple[Int32, Int32], at: Int32):
     """The tile that unit `at` of a line belongs to, and (which of its units that is, how many it has).
 
-    `place` is (a sequence, its first unit).
+    `place` is (the sequence, its first unit), which the host's knowledge of lengths makes needless.
     """
-    number, begin = place
-    sequence = launch.sequence(number)
-    m_blocks, width = launch.line.tiles(launch, sequence)
-    first, tile, head = at - begin, Int32(0), Int32(0)
-    if first >= width:  # not the first tile of the sequence, which is found without a division
-        tile, first = first // width, first % width
-        head, tile = tile // m_blocks, tile % m_blocks
-    return launch.tile_of(tile, head * launch.line.lanes + lane, number, sequence), (first, width)
+    line, (number, begin) = launch.line, place
+    if const_expr(line.alike is not None):
+        width = line.alike.width
+        tile, first = divmod(at, line.alike.by_width)
+        head, tile = divmod(tile, line.alike.by_m_blocks)
+        number, head = divmod(head, line.alike.by_heads)
+        sequence = launch.sequence(number)
+    else:
+        sequence = launch.sequence(number)
+        m_blocks, width = line.tiles(launch, sequence)
+        first, tile, head = at - begin, Int32(0), Int32(0)
+        if first >= width:  # not the first tile of the sequence, which is found without a division
+            tile, first = first // width, first % width
+            head, tile = tile // m_blocks, tile % m_blocks
+    return launch.tile_of(tile, head * line.lanes + lane, number, sequence), (first, width)

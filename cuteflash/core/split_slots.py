@@ -23,9 +23,9 @@ def slot_of(seat: Index, begins: Index) -> Index:
     return 2 * seat + begins
 
 
-def partials_size(blocks: int, rows: int, columns: int) -> int:
-    """Elements of all slots of `rows` rows and `columns` columns, and of their log-sum-exps."""
-    return 2 * blocks * rows * (columns + 1)
+def partials_size(blocks: int, rows: int, words: int) -> int:
+    """fp32 elements of all slots of `rows` rows; `words` of a row: its O and its log-sum-exp."""
+    return 2 * blocks * rows * words
 
 
 def metadata_size(blocks: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32
@@ -38,17 +39,40 @@ class KeyBlocks:
 class KeyShare:
     """The part of a tile's key blocks that one block computes, see `cuteflash.core.split`.
 
+    Which seats have the others follows from a division that takes long, and is not needed before the end of a tile: it
+    stands where they are asked for.
+
     Attributes:
         first, last: of the tile's units, `[first, last)`; unit i is the i-th key block that the tile visits.
-        seat: that of this block.
-        owner, last_owner: the seats of the blocks with the tile's first and its last part.
+        number: of the block's share in its line, whose first one has the seat `first_seat`.
+        begin: the tile's first unit, counted along the line.
+        width: its units, of which the last `cost` are no key blocks.
+        share: units of a share, or what to divide by in their place.
     """
 
     first: Index
     last: Index
-    seat: Index
-    owner: Index
-    last_owner: Index
+    number: Index
+    first_seat: Index
+    begin: Index
+    width: Index
+    cost: Index
+    share: Any
+
+    @property
+    def seat(self) -> Index:
+        """That of this block."""
+        return self.first_seat + self.number
+
+    @property
+    def owner(self) -> Index:
+        """The seat of the block with the tile's first part."""
+        return self.first_seat + self.begin // self.share
+
+    @property
+    def last_owner(self) -> Index:
+        """The seat of the block with the tile's last part."""
+        return self.first_seat + (self.begin + self.width - self.cost - 1) // self.share
 
     def is_whole(self) -> Boolean:
         """Whether the tile has one part."""
@@ -70,7 +94,7 @@ class QueryTile:
         head: query head, or KV head if query heads are folded into the rows.
         sequence: its sequence's number in the batch.
         batch, kv_batch: entry of the batch mode of Q and O, and of K and V; packed sequences have one entry.
-        heads_per_kv: heads, as the tiles see them, that read one KV head.
+        heads_per_kv: heads, as the tiles see them, that read one KV head, or what to divide by instead; None is 1.
         first_q, first_k: where its sequence begins in Q and O, and in K and V; 0 if these are not packed.
         first_token: first query of the tile, counted from the beginning of its sequence.
         mask: the keys that each query of the sequence sees.
@@ -85,7 +109,7 @@ class QueryTile:
     sequence: Index
     batch: Index
     kv_batch: Index
-    heads_per_kv: Int32
+    heads_per_kv: Any
     first_q: Index
     first_k: Index
     first_token: Int32
@@ -98,7 +122,7 @@ class QueryTile:
     @property
     def kv_head(self) -> Int32:
         """The head of K and V."""
-        return self.head // self.heads_per_kv
+        return self.head if self.heads_per_kv is None else self.head // self.heads_per_kv
 
     def exists(self) -> Boolean:
         """Whether the tile has a query. Those of a dense batch all do."""

@@ -48,6 +48,7 @@ class MlaTraitsMma(abc.ABC):
     head_dim: ClassVar[int] = LATENT_DIM
     head_dim_v: ClassVar[int] = LATENT_DIM_V
     columns: ClassVar[int]  # of 16 bits of a cached row
+    part_words: ClassVar[int] = LATENT_DIM_V + 1  # of a row of a part of split keys, fp32: O and its log-sum-exp
     tile_cost: ClassVar[int] = 1  # pages that are read in the time that a block takes between two tiles
 
     tile_m: int

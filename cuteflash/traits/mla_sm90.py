@@ -23,6 +23,7 @@ PARTS = -(-SLABS // PART_SLABS)
 ORDER = (SLABS_V, 0, 1, 4, 5, 2, 3, 6, 7)
 ELEMENT_BYTES, STAT_BYTES = 2, 4
 ROW_STATISTICS = 2 * CONSUMERS  # maxima and sums of 64 rows, by each warpgroup
+PART_STATISTICS = 2 + CONSUMERS  # of a row of a part, 16 bytes: `kernels/sm90/mla_decode_parts.py`
 STATISTICS_START = 256  # bytes, past all barriers
 REGS_STEP = 8
 # Of 32-bit registers a thread: O, S, P and the last columns of Q; beside them addresses and statistics.
@@ -51,6 +52,7 @@ class MlaTraitsSm90:
     head_dim: ClassVar[int] = LATENT_DIM
     head_dim_v: ClassVar[int] = LATENT_DIM_V
     blocks_per_sm: ClassVar[int] = 1
+    part_words: ClassVar[int] = LATENT_DIM_V * ELEMENT_BYTES // STAT_BYTES + PART_STATISTICS  # of a row, fp32
     tile_cost: ClassVar[int] = 2  # pages that are read in the time that a block takes between two tiles
     num_threads: ClassVar[int] = (1 + CONSUMERS) * WARPGROUP
 
@@ -77,7 +79,7 @@ class MlaTraitsSm90:
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
-        """Barriers, statistics of rows, Q, two pages, and P of the first warpgroup.
+        """Barriers, statistics of rows, Q, two pages, P of the first warpgroup, and statistics of another block's part.
 
         P of the second one lies over the last slab of Q, which both keep in registers.
         """
@@ -87,13 +89,15 @@ class MlaTraitsSm90:
         statistics = SmemRegion(STATISTICS_START, ROW_STATISTICS * WGMMA_M * STAT_BYTES)
         q = SmemRegion(-(-statistics.end // SWIZZLE_ALIGN) * SWIZZLE_ALIGN, SLABS * slab)
         pages = SmemRegion(q.end, CONSUMERS * page, CONSUMERS)
+        p0 = SmemRegion(pages.end, slab)
         return {
             "barriers": barriers,
             "statistics": statistics,
             "q": q,
             "p1": SmemRegion(q.start + SLABS_V * slab, slab),
             "pages": pages,
-            "p0": SmemRegion(pages.end, slab),
+            "p0": p0,
+            "beside": SmemRegion(p0.end, PART_STATISTICS * WGMMA_M * STAT_BYTES),
         }
 
     @property

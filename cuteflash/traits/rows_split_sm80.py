@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuteflash.traits.row import BF16, FP16, SOFTCAP, VARLEN, Row, fwd_sm80
+from cuteflash.traits.row import SOFTCAP, VARLEN, Row, fwd_sm80
 
 
 def _split(head_dim: int, tile_n: int, kv_stage: int, blocks_per_sm: int, **more: Any) -> Row:
@@ -35,8 +35,7 @@ ROWS: tuple[Row, ...] = (
     _split(224, 32, 2, 2, q_in_regs=True),
     _split(224, 32, 4, 1),
     _split(224, 32, 2, 1),
-    _split(256, 32, 2, 2, q_in_regs=True, dtypes=FP16, without=SOFTCAP + VARLEN, late_addresses=True),
-    _split(256, 32, 2, 2, q_in_regs=True, dtypes=BF16, without=SOFTCAP + VARLEN),
+    _split(256, 32, 2, 2, q_in_regs=True, without=SOFTCAP + VARLEN),
     _split(256, 32, 2, 2),
     _split(256, 32, 4, 1),
     _split(256, 32, 2, 1),

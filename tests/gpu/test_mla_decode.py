@@ -11,7 +11,8 @@ from cuteflash.dispatch import MLA_ROWS
 from cuteflash.traits.arch import Family, arch_of_capability
 from cuteflash.traits.mla_sm80 import MlaTraitsSm80
 from cuteflash.traits.rows_mla_sm80 import ROWS as SM80_ROWS
-from tests.gpu.latent import LatentCase, check, run
+from tests.gpu.checks import assert_close_to
+from tests.gpu.latent import LatentCase, check, reference, run
 
 pytestmark = pytest.mark.gpu
 
@@ -76,6 +77,26 @@ def test_runs_are_bitwise_equal(heads: int, family: Family, cuda: torch.device) 
     for _ in range(1000):
         again = run(case, inputs, family)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("lengths", [(3000,), (300,) * 100], ids=["many parts", "two parts"])
+def test_parts_of_any_size(lengths: tuple[int, ...], dtype: str, family: Family, cuda: torch.device) -> None:
+    """Columns of V that are large, and others that are small; scores come from the columns that are not V's."""
+    case = LatentCase(lengths, 64, dtype=dtype)
+    q, cache, table, sizes = case.inputs(cuda)
+    q[..., :512] = 0
+    largest = 2.0**12 if dtype == "fp16" else 2.0**110
+    cache[..., :256] *= largest
+    cache[..., 256:512] /= largest
+    plain = run(case, (q, cache, table, sizes), family)[0]
+    exact = reference(q, cache, table, case, torch.float32)[0]
+    low = reference(q, cache, table, case, q.dtype)[0]
+    for left in (slice(0, 256), slice(256, 512)):
+        scale = exact[..., left].abs().max()
+        assert_close_to(
+            (plain[..., left].float() / scale).to(q.dtype), exact[..., left] / scale, low[..., left] / scale
+        )
 
 
 def test_strides_of_queries_and_lengths_that_change(family: Family, cuda: torch.device) -> None:

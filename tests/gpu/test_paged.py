@@ -44,6 +44,14 @@ def test_decode(page_size: int, family: str, device: torch.device) -> None:
     Paged((1000, 2047, 3, 4096), page_size, case, num_splits=1000).check(family, device)
 
 
+@pytest.mark.parametrize("head_dims", [(96, 96), (160, 160), (192, 128), (224, 224), (256, 256)], ids=str)
+def test_decode_from_small_pages(head_dims: tuple[int, int], family: str, device: torch.device) -> None:
+    case = dataclasses.replace(DECODE, head_dim=head_dims[0], head_dim_v=head_dims[1])
+    for page_size in (16, 32):
+        Paged(KEYS, page_size, case).check(family, device)
+        Paged((1000, 2047, 3, 4096), page_size, case, num_splits=1000).check(family, device)
+
+
 @pytest.mark.parametrize("num_splits", [2, 1000])
 @pytest.mark.parametrize("page_size", [None, 5, 16])
 def test_split_keys(page_size: int | None, num_splits: int, family: str, device: torch.device) -> None:
@@ -51,7 +59,7 @@ def test_split_keys(page_size: int | None, num_splits: int, family: str, device:
     Paged((1000, 0, 2047, 3, 4096), page_size, case, (3, 1, 0, 1, 40), num_splits=num_splits).check(family, device)
 
 
-@pytest.mark.parametrize(("page_size", "dtype"), [(1, "fp16"), (16, "bf16")])
+@pytest.mark.parametrize(("page_size", "dtype"), [(1, "fp16"), (16, "bf16"), (32, "bf16")])
 @pytest.mark.parametrize("head_dims", [(24, 24), (96, 96), (192, 128), (256, 256), (40, 72)], ids=str)
 def test_head_dims(head_dims: tuple[int, int], page_size: int, dtype: str, family: str, device: torch.device) -> None:
     case = Case(lse=True, causal=True, head_dim=head_dims[0], head_dim_v=head_dims[1], dtype=dtype)
@@ -84,9 +92,9 @@ def test_whole_caches(page_size: int | None, family: str, device: torch.device) 
     Paged((144, 144), page_size, case, (7, 200), all_used=True).check(family, device)
 
 
-@pytest.mark.parametrize("page_size", [None, 24], ids=str)
-def test_strides(page_size: int | None, family: str, device: torch.device) -> None:
-    paged = Paged(KEYS, page_size, dataclasses.replace(DECODE, head_dim=64, seqlen_q=3))
+@pytest.mark.parametrize(("page_size", "head_dim"), [(None, 64), (24, 64), (16, 128), (32, 192)], ids=str)
+def test_strides(page_size: int | None, head_dim: int, family: str, device: torch.device) -> None:
+    paged = Paged(KEYS, page_size, dataclasses.replace(DECODE, head_dim=head_dim, seqlen_q=3))
     tensors, alone = paged.build(device)
 
     def beside(x: torch.Tensor, dim: int, more: int) -> torch.Tensor:

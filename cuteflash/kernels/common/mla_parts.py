@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -31,6 +32,8 @@ WARP = 32
 LOADS = 32  # of four elements, that a thread has in flight when it merges
 JOINED = 16  # of what a thread has of the other part of a tile, when it adds that to its own
 
+# A thread's number, how many warps it is one of, and their barrier.
+Threads = tuple[Int32, cutlass.Constexpr[int], cutlass.Constexpr[Callable[[], None]]]
 # What lies next to each other in memory of a thread's elements of a row of O: their numbers, and the first one's place.
 Chunk = tuple[tuple[int, ...], Int32]
 
@@ -54,7 +57,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class LatentParts(Partials):
-    """The partial results of a launch, of every 16 columns in the order of `columns_at`.
+    """The partial results of a launch, in the order of `columns_at`.
 
     `gO` is O as (rows, 512, batch), and `mLSE` (batch, 1, rows).
     """
@@ -74,6 +77,8 @@ class LatentParts(Partials):
             loads=LOADS,
         )
 
+    chunk: ClassVar[int] = QUAD  # neighbouring elements of a row that are a thread's, see `chunks_of`
+
     def row(self, slot: Int32, row: Int32) -> cute.Tensor:
         """A row of a slot's O, (512,)."""
         return cute.make_tensor(self.at(slot, row, Int32(0)), cute.make_layout(LATENT_DIM_V))
@@ -83,7 +88,7 @@ class LatentParts(Partials):
         self,
         part: Part,
         tile: QueryTile,
-        threads: tuple[Int32, cutlass.Constexpr[int], cutlass.Constexpr[Callable[[], None]]],
+        threads: Threads,
         write_whole: cutlass.Constexpr[Callable[[], None]],
     ):
         """Bring a block's part of a tile together with the others. All threads with some of the part call it.
@@ -91,10 +96,10 @@ class LatentParts(Partials):
         Args:
             part: what this thread has of it.
             tile: which tile it is.
-            threads: this one's number, how many warps they are, and their barrier.
+            threads: those that call it.
             write_whole: writes O and the log-sum-exps of `part` as those of all keys.
         """
-        thread, warps, sync = threads
+        thread, _, sync = threads
         share = tile.share
         if share.is_whole() | joins(share):
             if joins(share):
@@ -105,7 +110,7 @@ class LatentParts(Partials):
             if share.seat == share.last_owner:
                 self.announce(tile, thread, sync)
             elif self.meet(tile, thread, sync):
-                self.merge(tile, thread, warps, self.place(tile))
+                self.merge_together(tile, threads, self.place(tile))
                 self.leave(tile, thread)
 
     @cute.jit
@@ -128,6 +133,17 @@ class LatentParts(Partials):
                     copy_chunk(chunk, chunk_of(line, start, len(numbers)))
                 if part.scores.first_key == 0:
                     self.values[self.lse_at(slot, row)] = part.lse[r]
+
+    @cute.jit
+    def merge_together(
+        self,
+        tile: QueryTile,
+        threads: Threads,
+        place: tuple[Int32, Int32],
+    ):
+        """Merge some lines of a tile's parts, as `merge`; `threads` as of `finish`."""
+        thread, warps, _ = threads
+        self.merge(tile, thread, warps, place)
 
     @cute.jit
     def announce(self, tile: QueryTile, thread: Int32, sync: cutlass.Constexpr[Callable[[], None]]):
@@ -170,7 +186,7 @@ class LatentParts(Partials):
     def write_chunk(self, tile: QueryTile, row: Int32, chunk: Int32, acc: cute.Tensor) -> None:
         """Round four columns of a row and store them."""
         line = self.gO[tile.first_row + row, None, tile.batch]
-        for pair, start in enumerate(columns_at(chunk * QUAD)):
+        for pair, start in enumerate(columns_at(chunk * QUAD, self.chunk)):
             rounded = cute.make_rmem_tensor(PAIR, line.element_type)
             values = (acc[PAIR * pair + i] for i in range(PAIR))
             cute.recast_tensor(rounded, Uint32)[0] = round_pair(*values, line.element_type)
@@ -194,22 +210,24 @@ def weighed(lse: Float32, other: Float32) -> tuple[Float32, Float32, Float32]:
     return weight * inverse, other_weight * inverse, cutlass.select_(is_empty, -Float32.inf, both)
 
 
-def quads_of(columns: cute.Tensor) -> list[Chunk]:
+def chunks_of(columns: cute.Tensor, size: int) -> list[Chunk]:
     """The chunks of a thread whose elements have these coordinates in the tile, as (rows, columns).
 
-    They are pairs of every other group of four, of which four lanes have all: what is next to each other in a thread is
-    so in memory.
+    They are pairs of neighbouring groups, of which four lanes have all: what is next to each other in a thread is so in
+    memory, `size` elements at a time.
     """
     found = []
-    for c in range(0, cute.size(columns.shape[1]), QUAD):
+    for c in range(0, cute.size(columns.shape[1]), size):
         first = columns[0, c][1]
-        found.append((tuple(range(c, c + QUAD)), first + first % GROUP))
+        found.append((tuple(range(c, c + size)), first + (size // PAIR - 1) * (first % GROUP)))
     return found
 
 
-def columns_at(place: Int32) -> tuple[Int32, Int32]:
-    """The columns of O whose pairs lie at `place`, a multiple of 4, of a row of partial results, as lanes have them."""
-    first = place - place % (2 * GROUP) // PAIR
+def columns_at(place: Int32, size: int) -> tuple[Int32, Int32]:
+    """The columns of O whose pairs lie at `place`, a multiple of 4, of a row of partial results in chunks of `size`."""
+    inside = place % (GROUP // PAIR * size)
+    lane, number = inside // size, inside % size
+    first = place - inside + number // PAIR * GROUP + PAIR * lane
     return first, first + GROUP
 
 

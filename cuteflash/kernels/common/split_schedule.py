@@ -113,7 +113,7 @@ class SplitSchedule:
         lanes, most_parts = scalars.lanes, scalars.most_parts
         shares, heads = blocks // lanes, scalars.heads // lanes
         by = lanes, shares, most_parts - 1
-        line = Line(sequences, heads, lanes, shares, most_parts, *by, differs=True)
+        line = Line(sequences, heads, lanes, shares, most_parts, *by)
         return Extent(
             lengths=lengths,
             window_left=scalars.window_left,

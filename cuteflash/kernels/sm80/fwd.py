@@ -243,6 +243,8 @@ class FlashFwdSm80:
         kv_head = tile.head  # packed, it is a KV head
         if const_expr(tile.packed_heads == 1):
             kv_head = tile.kv_head
+        if const_expr(self.problem.is_split):  # or of wide heads ptxas spills addresses of K
+            kv_head = computed_here(kv_head)
         tiles = self.make_tiles(base)
         f = make_fragments(self, tiles, launch, thread)
         if const_expr(self.converts):

@@ -13,7 +13,7 @@ from cuteflash.core.softmax import quad_sum, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
 from cuteflash.kernels.common.mla_output import end_of_row, write_rows
-from cuteflash.kernels.common.mla_parts import Part, quads_of
+from cuteflash.kernels.common.mla_parts import QUAD, Part, chunks_of
 from cuteflash.kernels.sm80.mla_bundles import MlaBlock, MlaFragments
 from cuteflash.kernels.sm80.mla_softmax import ROWS
 from cuteflash.mla_problem import LATENT_DIM_V
@@ -31,7 +31,7 @@ def finish(kernel: cutlass.Constexpr, block: MlaBlock, f: MlaFragments, tile: Qu
     else:
         threads = f.thread, kernel.traits.num_warps, cute.arch.sync_threads
         whole = functools.partial(write_whole, block, f, columns, tile, lse)
-        block.parts.finish(Part(f.out, f.out.values, quads_of(columns), lse), tile, threads, whole)
+        block.parts.finish(Part(f.out, f.out.values, chunks_of(columns, QUAD), lse), tile, threads, whole)
 
 
 @cute.jit

@@ -40,7 +40,7 @@ from cuteflash.kernels.common.partials import Partials
 from cuteflash.kernels.sm90.bundles import Rings
 from cuteflash.kernels.sm90.few_bundles import FewBlock, FewTiles, FewTma
 from cuteflash.kernels.sm90.few_mma import consume
-from cuteflash.kernels.sm90.load import load
+from cuteflash.kernels.sm90.load import await_launch, load
 from cuteflash.kernels.sm90.paged_load import copying_threads, loading_warps
 from cuteflash.kernels.sm90.ragged import ragged
 from cuteflash.problem import FwdProblem
@@ -199,10 +199,11 @@ class FlashFewSm90:
             with cute.arch.elect_one():
                 rings.init(WARPS, len(self.copying_threads))
             cute.arch.mbarrier_init_fence()
-        launch.fetch_ahead()
-        cute.arch.griddepcontrol_launch_dependents()  # the next launch may begin where blocks end,
-        cute.arch.griddepcontrol_wait()  # and this one has, perhaps
+        if warp_index > 0:
+            launch.fetch_ahead()
+        cute.arch.griddepcontrol_launch_dependents()  # the next launch may begin where blocks end
         cute.arch.sync_threads()
+        await_launch(launch, warp_index, True)
 
         if warp_index < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(traits.producer_regs)

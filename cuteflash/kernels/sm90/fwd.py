@@ -42,9 +42,9 @@ from cuteflash.kernels.sm90.convert import convert
 from cuteflash.kernels.sm90.fp8_load import load_and_turn
 from cuteflash.kernels.sm90.fwd_mma import consume
 from cuteflash.kernels.sm90.handout import Handout, await_taken, hand_out
-from cuteflash.kernels.sm90.load import load
+from cuteflash.kernels.sm90.load import await_launch, load
 from cuteflash.kernels.sm90.memory import make_rings, make_tiles
-from cuteflash.kernels.sm90.paged_load import copying_threads, loading_warps
+from cuteflash.kernels.sm90.paged_load import copying_threads, loading_warps, wide_tma_load
 from cuteflash.kernels.sm90.ragged import ragged, ragged_columns
 from cuteflash.problem import SHARED_COLUMNS, FwdProblem
 from cuteflash.traits.fp8_sm90 import TURNING_WARPS
@@ -141,8 +141,12 @@ class FlashFwdSm90:
     # Layouts and atoms, callable without a launch.
 
     def tiled_mma_qk(self) -> cute.TiledMma:
-        """S = Q K^T: (64, step_keys), both operands K-major, K in shared memory."""
-        keys = self.traits.step_keys
+        """S = Q K^T: (64, step_keys), both operands K-major, K in shared memory.
+
+        An instruction reads rows at even distances, and so no more than a wide box has.
+        """
+        storage = self.problem.storage
+        keys = min(storage.page_rows, self.traits.step_keys) if storage.wide_boxes else self.traits.step_keys
         return atoms.tiled_mma(self.dtype, keys, OperandMajorMode.K, a_from_regs=self.traits.q_in_regs)
 
     def tiled_mma_pv(self) -> cute.TiledMma:
@@ -159,11 +163,17 @@ class FlashFwdSm90:
 
     def smem_layout_k(self) -> cute.ComposedLayout:
         """(tile_n, head_dim, kv_stage)"""
-        return atoms.smem_tile_layout(self.dtype, self.traits.tile_n, self.traits.head_dim, self.traits.kv_stage)
+        return self._smem_layout_kv(self.traits.head_dim)
 
     def smem_layout_v(self) -> cute.ComposedLayout:
         """(tile_n, head_dim_v, kv_stage)"""
-        return atoms.smem_tile_layout(self.dtype, self.traits.tile_n, self.traits.head_dim_v, self.traits.kv_stage)
+        return self._smem_layout_kv(self.traits.head_dim_v)
+
+    def _smem_layout_kv(self, cols: int) -> cute.ComposedLayout:
+        rows, stages = self.traits.tile_n, self.traits.kv_stage
+        if self.problem.storage.wide_boxes:
+            return atoms.banded_tile_layout(self.dtype, rows, cols, self.problem.storage.page_rows, stages)
+        return atoms.smem_tile_layout(self.dtype, rows, cols, stages)
 
     def smem_layout_stored_v(self) -> cute.ComposedLayout:
         """(tile_n, head_dim_v, stored_v_stage), of 8 bits that are turned"""
@@ -240,6 +250,8 @@ class FlashFwdSm90:
         layout_k, layout_v = self.smem_layout_k(), self.smem_layout_v()
         if self.converts:
             layout_k, layout_v = (self.smem_layout_loaded(columns) for columns in (d, dv))
+        if storage.wide_boxes:
+            return *wide_tma_load(mK, layout_k, rows), *wide_tma_load(mV, layout_v, rows)
         values, box_v = keys, (rows, dv)
         if self.problem.operands.transposed_v:
             values = columns_first if storage.k == "dense" else ragged_columns
@@ -332,10 +344,12 @@ class FlashFwdSm90:
                     handout.init(readers=consumer_warps + readers)
             cute.arch.mbarrier_init_fence()
         if const_expr(self.problem.is_split):  # the next launch may begin where blocks end; this one has, perhaps
-            launch.fetch_ahead()
+            if warp > 0:
+                launch.fetch_ahead()
             cute.arch.griddepcontrol_launch_dependents()
-            cute.arch.griddepcontrol_wait()
         cute.arch.sync_threads()
+        if const_expr(self.problem.is_split):
+            await_launch(launch, warp, traits.warp_specialized)
 
         if const_expr(not traits.warp_specialized):
             consume(self, block)

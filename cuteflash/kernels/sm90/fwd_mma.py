@@ -34,9 +34,6 @@ from cuteflash.kernels.sm90.warpgroup import (
     with_q,
     with_scales,
 )
-from cuteflash.problem import PACK_GQA_MAX
-
-POWERS_OF_TWO = tuple(1 << i for i in range(PACK_GQA_MAX.bit_length()))
 
 
 @cute.jit
@@ -142,8 +139,8 @@ def finish_tile(kernel: cutlass.Constexpr, wg: Warpgroup, block: Block, tile: Qu
         finish_share(kernel, wg, block, tile, v_scale)
     else:
         own = tile.part(wg.index, kernel.tokens_per_warpgroup)
-        scores = wg.scores
-        if const_expr(kernel.problem.operands.is_fp8 and wg.scores.packed_heads not in POWERS_OF_TWO):
+        scores, heads = wg.scores, wg.scores.packed_heads
+        if const_expr(kernel.problem.operands.is_fp8 and heads & (heads - 1) != 0):
             # Quotients of rows would be kept from the beginning of the tile, in registers that there are not.
             scores = dataclasses.replace(scores, first_row=computed_here(scores.first_row))
         normalize(wg.softmax, scores, wg.out, own, block.mLSE, v_scale, block.launch.sinks)

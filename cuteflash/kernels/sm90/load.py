@@ -12,6 +12,7 @@ from cutlass import Int32, const_expr
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
+from cuteflash.core.launch import Launch
 from cuteflash.core.tile import KeyBlocks, QueryTile
 from cuteflash.core.tile_numbers import first_tile
 from cuteflash.kernels.sm90.bundles import Block
@@ -19,6 +20,7 @@ from cuteflash.kernels.sm90.handout import visit_tiles
 from cuteflash.kernels.sm90.paged_load import make_paged_sources
 from cuteflash.kernels.sm90.ragged import sequence_columns, sequence_rows
 from cuteflash.problem import SHARED_COLUMNS, TRANSPOSED_KEYS
+from cuteflash.traits.sm90 import WARPGROUP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +196,19 @@ def load_first(kernel: cutlass.Constexpr, loads: TileLoads, q_pos: Int32, kv_pos
 
 
 @cute.jit
+def await_launch(launch: Launch, warp: Int32, loads_apart: cutlass.Constexpr[bool]):
+    """Wait for the end of the launch ahead, in a kernel that splits keys.
+
+    Warps of a producer (`loads_apart`) find their first tile before they do, if that takes no device memory: see
+    `load_tile`.
+    """
+    if const_expr(not (loads_apart and launch.line.is_known)):
+        cute.arch.griddepcontrol_wait()
+    elif warp >= WARPGROUP // 32:
+        cute.arch.griddepcontrol_wait()
+
+
+@cute.jit
 def load(kernel: cutlass.Constexpr, block: Block):
     """Load every tile of this block; a whole warp calls it, or several if they look up rows of K and V."""
     visit_tiles(block.handout, block.launch, functools.partial(load_tile, kernel, block))
@@ -205,6 +220,9 @@ def load_tile(kernel: cutlass.Constexpr, block: Block, tile: QueryTile, q_pos: I
     blocks = tile.visited_blocks()
     n_block, n_lo, n_hi = blocks.visits(kernel.first_keys_first)
     loads = make_tile_loads(kernel, block, tile, blocks)
+    if const_expr(kernel.problem.is_split and block.launch.line.is_known):
+        if q_pos == 0:
+            cute.arch.griddepcontrol_wait()
 
     # The first K goes before Q: its stage is free while the consumers still read the last tile's Q.
     if n_hi >= n_lo:

@@ -10,7 +10,7 @@ keys take nearly all: a page arrives in groups of columns, and each part of it i
 
 The query tiles of a sequence are computed side by side, so that they find its pages in L2. Keys of all sequences are
 shared between the blocks (`cuteflash.core.split`), which merge what they computed of a tile (`mla_parts.py`,
-`mla_decode_parts.py`). Not here: other widths, pages that are not a multiple of 64 rows, 8-bit caches, gradients.
+`mla_decode_merge.py`). Not here: other widths, pages that are not a multiple of 64 rows, 8-bit caches, gradients.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from cuteflash.core.latent import LatentLaunch, LatentPages, entries_last, rows_
 from cuteflash.core.mla_signature import mla_fake_args
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.views import transposed
-from cuteflash.kernels.common.mla_parts import LatentParts
 from cuteflash.kernels.sm90.mla_decode_bundles import MlaBlock, MlaRings, MlaTiles, MlaTma
 from cuteflash.kernels.sm90.mla_decode_load import load
+from cuteflash.kernels.sm90.mla_decode_merge import MergedParts
 from cuteflash.kernels.sm90.mla_decode_mma import consume
-from cuteflash.kernels.sm90.mla_decode_parts import StagedParts
 from cuteflash.mla_problem import LATENT_DIM, LATENT_DIM_V, MlaProblem, MlaScalars, MlaTensors
 from cuteflash.traits.mla_sm90 import CONSUMERS, PART_SLABS, SLAB, SLABS, SWIZZLE_ALIGN, WGMMA_M, MlaTraitsSm90
 from cuteflash.traits.sm90 import WARPGROUP
@@ -132,7 +131,7 @@ class FlashMlaDecodeSm90:
         mLSE = rows_of_lse(tensors.lse)
         gO, parts = entries_last(tensors.out), None
         if const_expr(self.problem.is_split):
-            parts = LatentParts.of_launch(tensors, gO, mLSE, traits.tile_m)
+            parts = MergedParts.of_launch(tensors, gO, mLSE, traits.tile_m)
         self.kernel(self.make_tma(tensors), gO, mLSE, launch, pages, parts).launch(
             grid=(scalars.shares * launch.m_blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
@@ -150,14 +149,15 @@ class FlashMlaDecodeSm90:
         mLSE: cute.Tensor,
         launch: LatentLaunch,
         pages: LatentPages,
-        parts: LatentParts | None,
+        parts: MergedParts | None,
     ):
         traits, plan = self.traits, self.traits.smem_plan
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(Uint8, traits.smem_bytes, byte_alignment=SWIZZLE_ALIGN)
         rings = MlaRings.create(cute.recast_ptr(base + plan["barriers"].start, dtype=Int64), len(traits.groups))
         if const_expr(parts is not None):
-            parts = StagedParts.of_block(parts, base + plan["q"].start, rings.merged)
+            stage, beside = (base + plan[name].start for name in ("q", "beside"))
+            parts = dataclasses.replace(parts, stage=stage, beside=beside, arrived=rings.merged)
         block = MlaBlock(tma, self.make_tiles(base), rings, launch, gO, pages, mLSE, parts)
         if warp == 0:
             for atom in (tma.load_q, tma.load_k):
@@ -165,11 +165,12 @@ class FlashMlaDecodeSm90:
             with cute.arch.elect_one():
                 rings.init()
             cute.arch.mbarrier_init_fence()
-        fetch_vectors((launch.lengths,))
-        fetch_table(pages.table)
-        cute.arch.griddepcontrol_launch_dependents()  # the next launch may begin where blocks end,
-        cute.arch.griddepcontrol_wait()  # and this one has, perhaps
+        else:
+            fetch_vectors((launch.lengths,), True)
+            fetch_table(pages.table, True)
+        cute.arch.griddepcontrol_launch_dependents()  # the next launch may begin where blocks end;
         cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()  # this one has, perhaps
 
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(traits.producer_regs)

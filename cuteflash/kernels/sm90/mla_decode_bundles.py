@@ -11,7 +11,7 @@ from cutlass import Int32
 
 from cuteflash.atoms.barriers import arrive, wait_phase
 from cuteflash.core.latent import LatentLaunch, LatentPages
-from cuteflash.kernels.sm90.mla_decode_parts import StagedParts
+from cuteflash.kernels.sm90.mla_decode_merge import MergedParts
 from cuteflash.traits.mla_sm90 import PARTS
 
 SLABS_BUT_LAST, LAST_SLAB = 0, 1  # parts of Q
@@ -127,4 +127,4 @@ class MlaBlock:
     gO: cute.Tensor  # (rows, 512, batch)
     pages: LatentPages
     mLSE: cute.Tensor  # (batch, 1, (heads, tokens))
-    parts: StagedParts | None  # of split keys
+    parts: MergedParts | None  # of split keys

@@ -15,7 +15,7 @@ from cuteflash.core.softmax import quad_sum, scale_rows
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import rows_view
 from cuteflash.kernels.common.mla_output import end_of_row, write_rows
-from cuteflash.kernels.common.mla_parts import WARP, Part, quads_of
+from cuteflash.kernels.common.mla_parts import WARP, Part, chunks_of
 from cuteflash.kernels.sm90.mla_decode_bundles import LAST_SLAB, MlaBarrier, MlaBlock
 from cuteflash.kernels.sm90.mla_decode_half import ROWS, Half
 from cuteflash.traits.mla_sm90 import CONSUMERS, LATENT_DIM_V, WGMMA_M
@@ -45,7 +45,8 @@ def finish(block: MlaBlock, half: Half, tile: QueryTile):
     else:
         threads = thread, CONSUMERS * WARPGROUP // WARP, sync_both
         whole = functools.partial(write_whole, block, half, who, columns, tile, lse)
-        block.parts.finish(Part(half.scores, half.out, quads_of(columns), lse), tile, threads, whole)
+        part = Part(half.scores, half.out, chunks_of(columns, block.parts.chunk), lse)
+        block.parts.finish(part, tile, threads, whole)
 
 
 @cute.jit

@@ -20,7 +20,6 @@ from cuteflash.kernels.sm90.mla_decode_bundles import (
     MlaBlock,
     parity,
 )
-from cuteflash.kernels.sm90.mla_decode_parts import ROWS_IN_Q
 from cuteflash.traits.mla_sm90 import CONSUMERS, ELEMENT_BYTES, PART_SLABS, PARTS, SLAB, SLABS, WGMMA_M
 
 NOT_JOINED = -1
@@ -47,8 +46,8 @@ def load_tile(
 ):
     """Load Q and the pages of a tile; returns the position of the next one's.
 
-    `joined` becomes 4 times the owner of a tile whose second part this block adds to its own, and the parities of the
-    phases in which Q and the first page are let go of, or `NOT_JOINED`.
+    `joined` becomes twice the owner of a tile whose second part this block adds to its own, and the parity of the phase
+    in which Q is let go of, or `NOT_JOINED`.
 
     Most of Q is not needed any more once the last tile's last scores are there, and goes first; its last slab goes
     behind the first page, since P lies there until the last product.
@@ -65,23 +64,15 @@ def load_tile(
     load_q(block, tile, q_pos, range(SLABS - 1, SLABS), LAST_SLAB)
     kv_pos, _ = load_pages(kernel, block, tile, (first, ahead, end, end), place, kv_pos)
     if const_expr(block.parts is not None):
-        phases = (q_pos & 1) + 2 * parity(kv_pos, 0)
-        joined[0] = cutlass.select_(joins(tile.share), 4 * tile.share.owner + phases, Int32(NOT_JOINED))
+        joined[0] = cutlass.select_(joins(tile.share), 2 * tile.share.owner + (q_pos & 1), Int32(NOT_JOINED))
     return kv_pos
 
 
 @cute.jit
 def load_other(block: MlaBlock, joined: Int32):
-    """Load another block's part of the block's last tile, where most of Q and the first page were."""
-    parts, rings = block.parts, block.rings
-    owner = joined // 4
-    rows = rows_of_block(block.launch)
-    wait_phase(rings.q_empty + SLABS_BUT_LAST, joined & 1)
-    parts.await_other(owner, rows)
-    parts.fetch_rows(owner, rows, 0, ROWS_IN_Q)
-    for part in range(PARTS):
-        wait_phase(rings.empty + part, (joined >> 1 & 1) ^ 1)
-    parts.fetch_rows(owner, rows, ROWS_IN_Q, WGMMA_M)
+    """Load another block's part of the block's last tile, where most of Q was."""
+    wait_phase(block.rings.q_empty + SLABS_BUT_LAST, joined & 1)
+    block.parts.fetch_other(joined // 2, rows_of_block(block.launch))
 
 
 def rows_of_block(launch: LatentLaunch) -> Int32:

@@ -98,7 +98,7 @@ def consume_tile(
     else:
         attend_all(kernel, block, halves[1], tile, kv_pos)
     finish(block, half, tile)
-    pages = blocks.hi - blocks.lo
+    pages = blocks.hi - blocks.lo  # every other one is the first of a pair, whose parity is the lowest bit
     return kv_pos ^ ((pages + 1) >> 1 & 1) ^ (pages & 2)
 
 

@@ -58,6 +58,24 @@ def sequence_rows(tensor: cute.Tensor, packed_heads: int, head: Int32, first: In
     return cute.make_tensor(rows.iterator, cute.make_layout(shape, stride=rows.stride))
 
 
+def ragged_slabs(tensor: cute.Tensor, slab: int) -> cute.Tensor:
+    """A packed tensor as `ragged`, for boxes of several slabs of columns: (END, slab, slabs, ends, turn).
+
+    Slabs are counted through all heads, which lie whole slabs apart: a descriptor has five modes.
+    """
+    _, _, heads, cols = tensor.shape
+    _, d_row, d_head, d_col = tensor.stride
+    slabs = (heads - 1) * Int32(d_head // slab) + cols // slab
+    modes = (END, d_row), (slab, d_col), (slabs, slab), (EXTENT, d_row), (EXTENT, Int64(TURN) - d_row)
+    shape, stride = zip(*modes, strict=True)
+    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
+
+
+def sequence_slabs(tensor: cute.Tensor, first_slab: Int32, first: Int32, length: Int32) -> cute.Tensor:
+    """The rows of one sequence of `ragged_slabs`' coordinates, (rows, slab, slabs), from a head's first slab on."""
+    return cute.domain_offset((END - length, 0, first_slab), tensor[None, None, None, first + length, END])
+
+
 def ragged_columns(tensor: cute.Tensor) -> cute.Tensor:
     """A packed (1, heads, head_dim, keys) Vᵀ as a descriptor is made from it: (head_dim, END, heads, ends, turn)."""
     _, heads, rows, _ = tensor.shape
