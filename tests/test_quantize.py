@@ -286,8 +286,9 @@ def test_a_launch_gets_what_its_kernel_takes(gpu: Gpu) -> None:
     assert (problem.hadamard, problem.rotary_dim, problem.transposes_v, problem.smooths_v) == (64, 32, True, True)
     assert tensors[:3] == (q, k, v) and tensors.cos is cos and tensors.sin is sin
     assert tensors[3:10] == result
-    # 300 tokens are one part of 4 tiles: 4 heads of Q and 2 of K, then 3 statistics of 48 columns of V's 2, twice
-    assert tensors.workspace.shape == (2 * (4 + 2) + 2 * 2 * 3 * 48,)
+    # 300 tokens are 3 parts of 4 heads of Q and 2 of K, which are fewer; then one part of V's 4 tiles: 3 statistics of
+    # 48 columns of 2 heads. All of it twice.
+    assert tensors.workspace.shape == (2 * 3 * (4 + 2) + 2 * 2 * 3 * 48,)
 
 
 def test_a_launch_is_found_again_and_does_not_keep_its_tensors(gpu: Gpu) -> None:
