@@ -230,7 +230,8 @@ def test_packed_queries_with_pages(counts: tuple[int, ...], spare: int, keyword:
         mine = slice(int(ends[i]), int(ends[i + 1]))
         some = {"page_table": table[i : i + 1], "causal": True, "return_lse": True}
         expected = flash_mla_decode(q[i : i + 1, :count], cache, lengths[i : i + 1], **some)
-        assert torch.equal(out[mine], expected[0][0]) and torch.equal(lse[:, mine], expected[1][0])
+        # products of other shapes may add in another order
+        torch.testing.assert_close((out[mine], lse[:, mine]), (expected[0][0], expected[1][0]), atol=1e-5, rtol=1e-5)
     assert (out[int(ends[-1]) :] == 0).all() and (lse[:, int(ends[-1]) :] == -math.inf).all()
     by_ends = named | {"seqused_k": None, "cu_seqlens_k": int32(0, *lengths.cumsum(0).tolist())}
     assert torch.equal(flash_attn_interface.flash_attn_varlen_func(**by_ends), out)

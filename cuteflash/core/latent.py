@@ -218,8 +218,8 @@ def each_latent_part(launch: LatentLaunch, visit: cutlass.Constexpr):
     while begin < end:
         lane = computed_here(block) % line.by_lanes  # kept across a tile it would take a register
         at = cutlass.max(begin, start)
-        found = launch.tile_of(Int32(0), lane, sequence, launch.sequence(sequence))
-        width = line.tiles(launch, launch.sequence(sequence))[1]
+        lengths = launch.sequence(sequence)
+        found, width = launch.tile_of(Int32(0), lane, sequence, lengths), line.tiles(launch, lengths)[1]
         place = at, end, at - begin, width, share, number, lane * line.shares
         tile = dataclasses.replace(found, share=share_of_tile(*place, launch.tile_cost))
         kv_pos = visit(tile, sequence - first, kv_pos)

@@ -199,8 +199,8 @@ class Launch:
         lengths = self.lengths
         entries, table = (None, None) if self.pages is None else (self.pages.entries, self.pages.table)
         vectors = lengths.cu_q, lengths.used_q, lengths.cu_k, lengths.used_k, lengths.left_k, entries
-        fetch_vectors(vectors, True)
-        fetch_table(table, True)
+        fetch_vectors(vectors, but_first_warp=True)
+        fetch_table(table, but_first_warp=True)
 
     def sequence(self, batch: Int32) -> Sequence:
         """The sequence of a batch entry, or the rows of Q after the last one."""

@@ -19,11 +19,12 @@ from cutlass.cute.nvgpu import CopyUniversalOp
 
 from cuteflash.core.convert import round_pair
 from cuteflash.core.scores import ScoreTile
-from cuteflash.core.softmax import LN_2, LOG2_E, exp2
+from cuteflash.core.softmax import LOG2_E, exp2
 from cuteflash.core.split_slots import slot_of
 from cuteflash.core.tile import KeyShare, QueryTile
 from cuteflash.core.views import aligned
-from cuteflash.kernels.common.partials import Partials
+from cuteflash.kernels.common.partials import Partials, own_slot
+from cuteflash.kernels.common.weighted_sum import inverse_of, merged_lse
 from cuteflash.mla_problem import LATENT_DIM_V, MlaTensors
 
 PAIR, QUAD = 2, 4  # neighbouring elements of O in a thread, and fp32 elements of a store and of a load
@@ -120,8 +121,7 @@ class LatentParts(Partials):
         tile: QueryTile,
     ):
         """Write a block's part of a tile."""
-        slot = slot_of(tile.share.seat, Int32(tile.share.owner == tile.share.seat))
-        rows = tile.rows()
+        slot, rows = own_slot(tile.share), tile.rows()
         for r in cutlass.range_constexpr(cute.size(part.lse)):
             row = part.scores.row(r)
             if row < rows:
@@ -153,6 +153,15 @@ class LatentParts(Partials):
             cute.arch.atomic_add(self.arrivals.iterator + tile.share.owner, Int32(1), sem="release", scope="gpu")
 
     @cute.jit
+    def await_other(self, owner: Int32):
+        """Wait for the second part of a tile with two of them, and clear its counter; one thread calls it."""
+        counter = self.arrivals.iterator + owner
+        came = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+        while came == 0:
+            came = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+        self.arrivals[owner] = Int32(0)
+
+    @cute.jit
     def join(
         self,
         part: Part,
@@ -164,11 +173,7 @@ class LatentParts(Partials):
         scores, out, chunks, lse = part.scores, part.out, part.chunks, part.lse
         owner = tile.share.owner
         if thread == 0:
-            counter = self.arrivals.iterator + owner
-            came = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-            while came == 0:
-                came = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-            self.arrivals[owner] = Int32(0)
+            self.await_other(owner)
         sync()
         slot, count = slot_of(owner + 1, 0), cute.size(lse)
         together = max(JOINED // len(chunks), 1)
@@ -204,10 +209,8 @@ def weighed(lse: Float32, other: Float32) -> tuple[Float32, Float32, Float32]:
     shift = cutlass.select_(peak == -Float32.inf, Float32(0.0), peak)
     weight, other_weight = (exp2((x - shift) * LOG2_E) for x in (lse, other))
     total = weight + other_weight
-    is_empty = total == 0.0
-    inverse = cutlass.select_(is_empty, Float32(0.0), 1.0 / total)
-    both = peak + cute.math.log2(total, fastmath=True) * LN_2
-    return weight * inverse, other_weight * inverse, cutlass.select_(is_empty, -Float32.inf, both)
+    inverse = inverse_of(total)
+    return weight * inverse, other_weight * inverse, merged_lse(peak, total)
 
 
 def chunks_of(columns: cute.Tensor, size: int) -> list[Chunk]:

@@ -20,12 +20,20 @@ from cuteflash.arguments import FwdTensors, SplitTensors
 from cuteflash.core.gqa import output_row, query_view, row_token
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.sinks import Sinks
-from cuteflash.core.softmax import LN_2, LOG2_E, exp2
+from cuteflash.core.softmax import LOG2_E, exp2
 from cuteflash.core.split import arrivals_of
 from cuteflash.core.split_slots import slot_of
-from cuteflash.core.tile import QueryTile
+from cuteflash.core.tile import KeyShare, QueryTile
 from cuteflash.core.views import aligned
-from cuteflash.kernels.common.weighted_sum import QUAD, WARP, add_parts, after, lane_distances
+from cuteflash.kernels.common.weighted_sum import (
+    QUAD,
+    WARP,
+    add_parts,
+    after,
+    inverse_of,
+    lane_distances,
+    merged_lse,
+)
 
 PAIR = 2  # fp32 elements of a store
 FEW_LINES, MANY_LINES = 2, 4  # of a warp that are merged one by one, at most; that are merged together
@@ -94,8 +102,7 @@ class Partials:
             columns: likewise, the coordinates of its elements in the tile.
             lse: of its rows.
         """
-        slot = slot_of(tile.share.seat, Int32(tile.share.owner == tile.share.seat))
-        rows = tile.rows()
+        slot, rows = own_slot(tile.share), tile.rows()
         atom = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=PAIR * Float32.width)
         for r in cutlass.range_constexpr(cute.size(lse)):
             row = scores.row(r)
@@ -233,10 +240,6 @@ class Partials:
         """Lines of a tile."""
         return tile.rows() * self.lines_of_row
 
-    def last_line(self, tile: QueryTile) -> Int32:
-        """The last line of a tile that may be merged here."""
-        return self.lines(tile) - 1
-
     @property
     def lane_groups(self) -> int:
         """Groups of a warp's lanes that have all columns of a line, each of other parts."""
@@ -269,7 +272,7 @@ class Partials:
         lane, groups, of_row = cute.arch.lane_idx(), self.lane_groups, self.lines_of_row
         group, lane_column = lane // (WARP // groups), QUAD * (lane % (WARP // groups))
         first_line, step = place
-        last = self.last_line(tile)
+        last = self.lines(tile) - 1
         lines = [cutlass.min(first_line + i * step, last) for i in range(many)]
         rows, columns = [line // of_row for line in lines], [line % of_row * (QUAD * WARP) for line in lines]
         places = [(row, cutlass.min(column + lane_column, self.columns - QUAD)) for row, column in zip(rows, columns)]
@@ -347,8 +350,7 @@ class Partials:
     def write_line(self, tile: QueryTile, row: Int32, column: Int32, acc: cute.Tensor, sums: tuple[Float32, Float32]):
         """Write four columns of a row, and by one lane its log-sum-exp; `sums` are its peak and sum of weights."""
         peak, weight = sums
-        is_empty = weight == 0.0
-        inverse = cutlass.select_(is_empty, Float32(0.0), 1.0 / weight)
+        inverse = inverse_of(weight)
         for e in cutlass.range_constexpr(QUAD):
             acc[e] = acc[e] * inverse
         if column < self.head_dim_v:
@@ -356,9 +358,8 @@ class Partials:
         if const_expr(self.mLSE is not None):
             if column == 0:
                 token, head = row_token(row, tile.packed_heads)
-                lse = peak + cute.math.log2(weight, fastmath=True) * LN_2
                 head += tile.head * tile.packed_heads
-                self.mLSE[tile.batch, head, tile.first_row + token] = -Float32.inf if is_empty else lse
+                self.mLSE[tile.batch, head, tile.first_row + token] = merged_lse(peak, weight)
 
     def write_chunk(self, tile: QueryTile, row: Int32, chunk: Int32, acc: cute.Tensor) -> None:
         """Round four columns of a row and store them."""
@@ -369,6 +370,11 @@ class Partials:
         start = aligned(cute.zipped_divide(line, (QUAD,))[None, chunk].iterator, QUAD * dtype.width // 8)
         atom = cute.make_copy_atom(CopyUniversalOp(), dtype, num_bits_per_copy=QUAD * dtype.width)
         cute.copy(atom, rounded, cute.make_tensor(start, cute.make_layout(QUAD)))
+
+
+def own_slot(share: KeyShare) -> Int32:
+    """The slot of a block's own part of a tile."""
+    return slot_of(share.seat, Int32(share.owner == share.seat))
 
 
 def part_slot(owner: Int32, part: Int32, may_be_first: bool = True) -> Int32:

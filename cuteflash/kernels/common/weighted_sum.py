@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+
+from cuteflash.core.softmax import LN_2
 
 WARP = 32
 QUAD = 4  # fp32 elements of a load
@@ -40,6 +43,17 @@ def add_unless_zero(acc: cute.Tensor, factor: Float32, values: cute.Tensor) -> N
     )
     for e in range(QUAD):
         acc[e] = sums[e]
+
+
+def inverse_of(total: Float32) -> Float32:
+    """What a row's sum is multiplied with, by the sum of its parts' weights; 0 of a row without a key."""
+    return cutlass.select_(total == 0.0, Float32(0.0), 1.0 / total)
+
+
+def merged_lse(peak: Float32, total: Float32) -> Float32:
+    """The log-sum-exp of a row, by the largest one of its parts and the sum of their weights, `exp(lse - peak)`."""
+    lse = peak + cute.math.log2(total, fastmath=True) * LN_2
+    return cutlass.select_(total == 0.0, -Float32.inf, lse)
 
 
 def after(lse: Float32, values: cute.Tensor, count: Int32) -> Float32:

@@ -16,12 +16,12 @@ from cutlass import Float16, Float32, Int32
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import wait_phase
-from cuteflash.core.softmax import LN_2, LOG2_E, exp2
+from cuteflash.core.softmax import LOG2_E, exp2
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.common.mla_parts import QUAD, WARP, Threads, chunk_of, copy_chunk
 from cuteflash.kernels.common.octets import LANES, OCTET, octet_of_lane, store_octet
 from cuteflash.kernels.common.partials import part_slot
-from cuteflash.kernels.common.weighted_sum import add_parts, add_unless_zero
+from cuteflash.kernels.common.weighted_sum import add_parts, add_unless_zero, inverse_of, merged_lse
 from cuteflash.kernels.sm90.mla_decode_parts import FACTORS, LSE, STATISTICS_BYTES, HalfParts, halves_of, statistics_of
 from cuteflash.mla_problem import LATENT_DIM_V
 from cuteflash.traits.mla_sm90 import CONSUMERS, ELEMENT_BYTES
@@ -225,8 +225,7 @@ class MergedParts(HalfParts):
 
     def write_lse(self, tile: QueryTile, row: Int32, peak: Float32, total: Float32) -> None:
         """Write a row's log-sum-exp."""
-        lse = peak + cute.math.log2(total, fastmath=True) * LN_2
-        self.mLSE[tile.batch, 0, tile.first_row + row] = cutlass.select_(total == 0.0, -Float32.inf, lse)
+        self.mLSE[tile.batch, 0, tile.first_row + row] = merged_lse(peak, total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,8 +298,3 @@ def warps_of_line(lines: Int32, warps: int) -> Int32:
 def half_of(line: Int32) -> Int32:
     """Whose columns a line has: those of the left or of the right half of its row."""
     return line % LINES_OF_ROW // (LINES_OF_ROW // CONSUMERS)
-
-
-def inverse_of(total: Float32) -> Float32:
-    """What O is multiplied with, by the sum of its parts' weights; 0 of a row without a key."""
-    return cutlass.select_(total == 0.0, Float32(0.0), 1.0 / total)

@@ -34,6 +34,7 @@ from cuteflash.kernels.common.mla_parts import (
     weighed,
 )
 from cuteflash.kernels.common.octets import OCTET
+from cuteflash.kernels.common.partials import own_slot
 from cuteflash.mla_problem import LATENT_DIM_V
 from cuteflash.traits.mla_sm90 import CONSUMERS, ELEMENT_BYTES, PART_STATISTICS, STAT_BYTES
 
@@ -74,8 +75,7 @@ class HalfParts(LatentParts):
     @cute.jit
     def write_chunks(self, part: Part, tile: QueryTile):
         """As in `LatentParts`; a thread's chunks are columns of one half."""
-        slot = slot_of(tile.share.seat, Int32(tile.share.owner == tile.share.seat))
-        rows, half = tile.rows(), part.chunks[0][1] // HALF
+        slot, rows, half = own_slot(tile.share), tile.rows(), part.chunks[0][1] // HALF
         for r in cutlass.range_constexpr(cute.size(part.lse)):
             row = part.scores.row(r)
             exponent = exponent_of(bits_of(peak_of_row(part, r)))
@@ -116,11 +116,7 @@ class HalfParts(LatentParts):
         """Wait for the second part of a tile of `rows` rows, and bring it; one warp calls it."""
         slot = slot_of(owner + 1, 0)
         with cute.arch.elect_one():
-            counter = self.arrivals.iterator + owner
-            came = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-            while came == 0:
-                came = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-            self.arrivals[owner] = Int32(0)
+            self.await_other(owner)
         cute.arch.sync_warp()
         cute.arch.fence_proxy("async")  # between its stores and the copies
         self.expect(rows * (STATISTICS_BYTES + ROW_BYTES))
