@@ -45,7 +45,6 @@ from cuteflash.validate_packed import PackedInputs
 # Elements of a box of one slab up to which wide ones are faster, by whether Q is in registers: K's products then are of
 # one page each, and each reads Q.
 WIDE_UP_TO = {True: 1024, False: 512}
-WIDE_SLABS_MAX = 3  # of more, which head dims 160 and 224 have, wide boxes were not timed
 GATHERED_BYTES_MAX = ALIGNMENT << 32  # a row that is looked up by itself is counted in 16 bytes, in 32 bits
 
 Launch = Callable[[KvCacheInputs], Result]
@@ -333,7 +332,7 @@ def takes_wide_boxes(inputs: KvCacheInputs, strides: Sequence[Strides], traits: 
     columns = traits.head_dim, traits.head_dim_v
     slabs = [swizzle_width(count) for count in columns]
     most = max(count // slab for count, slab in zip(columns, slabs, strict=True))
-    if rows * max(slabs) > WIDE_UP_TO[traits.q_in_regs] or not 1 < most <= WIDE_SLABS_MAX:
+    if rows * max(slabs) > WIDE_UP_TO[traits.q_in_regs] or most == 1:
         return False
     return all(
         cache.shape[3] == count and (cache.shape[2] == 1 or head_stride % slab == 0)

@@ -296,7 +296,8 @@ def test_rows_of_a_box(page_size: int, tile_n: int, rows: int) -> None:
 @pytest.mark.parametrize(
     ("head_dim", "rows", "is_wide"),
     [(128, 16, True), (128, 32, False), (128, 24, False), (128, 64, False), (128, 0, False), (96, 16, True),
-     (96, 32, False), (160, 16, False), (64, 16, False), (256, 16, False), (88, 16, False)],
+     (96, 32, False), (160, 16, True), (160, 32, False), (224, 16, True), (64, 16, False), (256, 16, False),
+     (88, 16, False)],
 )  # fmt: skip
 def test_boxes_of_all_columns(head_dim: int, rows: int, is_wide: bool) -> None:
     def found(k: Tensor, v: Tensor) -> bool:

@@ -36,7 +36,7 @@ def test_sm90(kernels: KernelStore, head_dims: tuple[int, int], q_of_boxes: Stor
         assert bool(compiled.count("LDGSTS")) == (storage is ROWS)
 
 
-@pytest.mark.parametrize("head_dims", [(96, 96), (128, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize("head_dims", [(96, 96), (128, 128), (160, 160), (192, 128), (224, 224)], ids=str)
 def test_a_box_of_few_rows_may_hold_all_columns(kernels: KernelStore, head_dims: tuple[int, int]) -> None:
     """A box for each page of K and of V instead of one for each slab of columns, and K's products page by page."""
     boxes = {}

@@ -76,6 +76,8 @@ def test_shares(seed: int) -> None:
             owners[tile].append(seat)
             assert part.owner == owners[tile][0]
             assert part.is_whole() == (part.first == 0 and part.last >= widths[tile])
+            if part.ends_with_share():
+                assert shares[part.last_owner - first_seat][-1][0] == tile
             if not part.is_whole():
                 slot = slot_of(seat, int(part.owner == seat))
                 assert slot not in slots
@@ -88,6 +90,14 @@ def test_shares(seed: int) -> None:
     cut = [tile for tile in units if len(owners[tile]) > 1]
     assert len({owners[tile][0] for tile in cut}) == len(cut)  # one counter for each
     assert all(2 * first_seat <= slot < 2 * (first_seat + blocks) for slot in slots)
+
+
+def test_shares_that_end_with_tiles() -> None:
+    """All blocks of a tile find the same, and of tiles that are whole shares each does so."""
+    for widths, ends in (([16] * 8, [True] * 8), ([12, 12], [False, True]), ([10, 6, 15], [False, True, False])):
+        shares = dealt(widths, 8 * 16, 1 << 30, 4 if ends[0] else 8, 0)
+        for tile, expected in enumerate(ends):
+            assert {part.ends_with_share() for parts in shares for other, part in parts if other == tile} == {expected}
 
 
 def test_work_is_even() -> None:

@@ -21,10 +21,14 @@ def row_token(row: Index, packed_heads: int) -> tuple[Index, Index]:
 
 
 def output_row(view: cute.Tensor, tile: Any, row: Int32) -> cute.Tensor:
-    """(head_dim,) of a tile's row, in a `query_view` of O; of packed sequences O has no batch, but one entry."""
+    """(head_dim,) of a tile's row, in a `query_view` of O."""
+    return output_rows(view, tile)[row_coord(row, tile.packed_heads), None]
+
+
+def output_rows(view: cute.Tensor, tile: Any) -> cute.Tensor:
+    """(rows, head_dim) from a tile's first row on, likewise; of packed sequences O has no batch, but one entry."""
     origin = tile.first_row if tile.packed_heads == 1 else (0, tile.first_row)
-    rows = cute.domain_offset((origin, 0), view[None, None, tile.head, tile.batch])
-    return rows[row_coord(row, tile.packed_heads), None]
+    return cute.domain_offset((origin, 0), view[None, None, tile.head, tile.batch])
 
 
 def query_view(tensor: cute.Tensor, packed_heads: int) -> cute.Tensor:

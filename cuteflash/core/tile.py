@@ -74,6 +74,10 @@ class KeyShare:
         """The seat of the block with the tile's last part."""
         return self.first_seat + (self.begin + self.width - self.cost - 1) // self.share
 
+    def ends_with_share(self) -> Boolean:
+        """Whether the share with the tile's last part ends where the tile does: it has no further tile."""
+        return self.first_seat + (self.begin + self.width) // self.share > self.last_owner
+
     def is_whole(self) -> Boolean:
         """Whether the tile has one part."""
         return self.owner == self.last_owner

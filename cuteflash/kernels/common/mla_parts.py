@@ -112,7 +112,6 @@ class LatentParts(Partials):
                 self.announce(tile, thread, sync)
             elif self.meet(tile, thread, sync):
                 self.merge_together(tile, threads, self.place(tile))
-                self.leave(tile, thread)
 
     @cute.jit
     def write_chunks(
@@ -143,7 +142,11 @@ class LatentParts(Partials):
     ):
         """Merge some lines of a tile's parts, as `merge`; `threads` as of `finish`."""
         thread, warps, _ = threads
-        self.merge(tile, thread, warps, place)
+        self.merge(tile, thread, warps, place, self.bases(tile))
+
+    def place(self, tile: QueryTile) -> tuple[Int32, Int32]:
+        """As in `Partials`, but without the block with the last part."""
+        return tile.share.seat - tile.share.owner, tile.share.last_owner - tile.share.owner
 
     @cute.jit
     def announce(self, tile: QueryTile, thread: Int32, sync: cutlass.Constexpr[Callable[[], None]]):
@@ -188,7 +191,12 @@ class LatentParts(Partials):
                     for i, number in enumerate(numbers):
                         out[r, number] = out[r, number] * own_factor + chunk[i] * factor
 
-    def write_chunk(self, tile: QueryTile, row: Int32, chunk: Int32, acc: cute.Tensor) -> None:
+    def out_here(self, tile: QueryTile) -> None:
+        """`write_chunk` finds O by itself."""
+
+    def write_chunk(
+        self, tile: QueryTile, row: Int32, chunk: Int32, acc: cute.Tensor, out: cute.Tensor | None = None
+    ) -> None:
         """Round four columns of a row and store them."""
         line = self.gO[tile.first_row + row, None, tile.batch]
         for pair, start in enumerate(columns_at(chunk * QUAD, self.chunk)):

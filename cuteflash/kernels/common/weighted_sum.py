@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from cuteflash.core.softmax import LN_2
 
@@ -68,3 +68,47 @@ def after(lse: Float32, values: cute.Tensor, count: Int32) -> Float32:
     for i in range(0, cute.size(words), QUAD):
         bits[0] = bits[0] | words[i] & (count >> 31)
     return one[0]
+
+
+def largest_of_warp(value: Float32) -> Float32:
+    """The largest value of a warp's lanes, as an integer of the same order, for which there is one instruction."""
+    return reordered(cute.arch.warp_redux_sync(reordered(value, Float32, Int32), "max"), Int32, Float32)
+
+
+def reordered(value, source: type, target: type):
+    """The bits of an fp32 as an int32 which is larger if the fp32 is, or the other way."""
+    word = cute.make_rmem_tensor(1, source)
+    word[0] = value
+    bits = cute.recast_tensor(word, Int32)
+    bits[0] = bits[0] ^ (bits[0] >> 31 & 0x7FFFFFFF)
+    return cute.recast_tensor(word, target)[0]
+
+
+def load_words(start: Int64, offset: int, count: int, left: Int32 | int = 1, least: int = 0) -> tuple[Uint32, ...]:
+    """Up to 4 words `offset` bytes behind an address, with one load, if `left` is more than `least`; otherwise 0.
+
+    Of a register that is loaded under a condition, and not set before, the compiler keeps what it held at the
+    kernel's beginning.
+    """
+    zeros = "".join(f"mov.b32 {{$w{i}}}, 0; " for i in range(count))
+    words, vector = ", ".join(f"{{$w{i}}}" for i in range(count)), f".v{count}" if count > 1 else ""
+    words = f"{{{words}}}" if count > 1 else words
+    found = cute.arch.inline_ptx(
+        f"{{.reg .pred there; setp.gt.s32 there, {{$r1}}, {least}; {zeros}"
+        f"@there ld.global{vector}.b32 {words}, [{{$r0}}+{offset}];}}",
+        write_only_types=[Uint32] * count,
+        read_only_args=[start, Int32(left)],
+    )
+    return found if count > 1 else (found,)
+
+
+def float_of(word: Uint32) -> Float32:
+    """The fp32 whose bits these are."""
+    words = cute.make_rmem_tensor(1, Uint32)
+    words[0] = word
+    return cute.recast_tensor(words, Float32)[0]
+
+
+def address_here(pointer: cute.Pointer) -> Int64:
+    """An address in memory, which is not computed later than here."""
+    return cute.arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[pointer])

@@ -243,22 +243,22 @@ class FlashFwdSm80:
         kv_head = tile.head  # packed, it is a KV head
         if const_expr(tile.packed_heads == 1):
             kv_head = tile.kv_head
-        if const_expr(self.problem.is_split):  # or of wide heads ptxas spills addresses of K
-            kv_head = computed_here(kv_head)
+        if const_expr(self.problem.is_split):  # or of wide heads ptxas spills addresses of K, or row sums
+            kv_head, thread = computed_here(kv_head), computed_here(thread)
         tiles = self.make_tiles(base)
         f = make_fragments(self, tiles, launch, thread)
         if const_expr(self.converts):
             f = cache_mma.with_row_scales(self, f, scales, tile)
-        sources = self.kv_sources(operands, kv_head, tiles, launch, tile)
+        loading = cute.arch.thread_idx()[0] if self.converts else thread  # the same; otherwise ptxas spills
+        sources = self.kv_sources(operands, kv_head, tiles, launch, tile, loading)
         load_q(self, operands.gQ[None, None, tile.head, tile.batch], tiles.sQ, tile, thread)
         attend(self, f, sources, tile)
         return f, tiles
 
     def kv_sources(
-        self, operands: Operands, kv_head: Int32, tiles: Tiles, launch: Launch, tile: QueryTile
+        self, operands: Operands, kv_head: Int32, tiles: Tiles, launch: Launch, tile: QueryTile, thread: Int32
     ) -> KvSources:
-        """Where this thread's share of K and V comes from."""
-        thread = cute.arch.thread_idx()[0]
+        """Where the share of K and V of a thread comes from."""
         if self.problem.storage.k == "paged":
             return KvSources(
                 *(

@@ -13,7 +13,7 @@ from cuteflash.core.finish import finish_rows, write_lse
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import LN_2, OnlineSoftmax, exp2, scale_rows
 from cuteflash.core.tile import QueryTile
-from cuteflash.kernels.common.partials import QUAD
+from cuteflash.kernels.common.weighted_sum import QUAD
 from cuteflash.kernels.sm90.bundles import NamedBarrier
 from cuteflash.kernels.sm90.few_bundles import FewBlock, FewWarp
 from cuteflash.traits.few_sm90 import MMA_KEYS, PADDING, WARPS

@@ -20,7 +20,7 @@ from cuteflash.core.softmax import LOG2_E, exp2
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.common.mla_parts import QUAD, WARP, Threads, chunk_of, copy_chunk
 from cuteflash.kernels.common.octets import LANES, OCTET, octet_of_lane, store_octet
-from cuteflash.kernels.common.partials import part_slot
+from cuteflash.kernels.common.part_sums import part_slot
 from cuteflash.kernels.common.weighted_sum import add_parts, add_unless_zero, inverse_of, merged_lse
 from cuteflash.kernels.sm90.mla_decode_parts import FACTORS, LSE, STATISTICS_BYTES, HalfParts, halves_of, statistics_of
 from cuteflash.mla_problem import LATENT_DIM_V

@@ -7,7 +7,8 @@ memory, and a part without any brings zeros without a look at the table, which m
 
 A band may have its columns together, so that one box holds all of them (`Storage.wide_boxes`). Otherwise these are in
 slabs as wide as the swizzle, each with the rows of all bands, and a box is a band's rows of a slab. A box takes some
-time whatever its size: from pages of 16 rows and 128 columns wide ones load 2 % faster, from 64 rows they do not.
+time whatever its size: from pages of 16 rows and 128 columns wide ones load 2 % faster, from 64 rows they do not. Head
+dims whose slabs have 32 columns gain a quarter.
 
 A page that holds no whole band is read row by row (`cuteflash.kernels.common.gather`), by several producer warps.
 """
