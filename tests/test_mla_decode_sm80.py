@@ -71,6 +71,7 @@ def test_rows_use_ampere_instructions_and_do_not_spill(
     assert compiled.count(r"LDSM\.16\.M88\.4") and compiled.count(r"LDSM\.16\.MT88\.4")
     assert "wgmma" not in compiled.ptx and "cp.async.bulk" not in compiled.ptx
     assert ("griddepcontrol.wait" in compiled.ptx) == row.early_launch
+    assert ("st.global.L2::cache_hint.v4" in compiled.ptx) == problem.is_split  # of parts
 
 
 @pytest.mark.parametrize("target", TILES)

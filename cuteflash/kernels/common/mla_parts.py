@@ -3,6 +3,8 @@
 As in `partials.py`, where blocks meet. Of a tile with two parts the second one alone goes to memory: the block with the
 first keys, for which the tile is the last one, keeps its part in registers and adds the other one to it (`join`).
 
+L2 is asked to keep parts, which otherwise go to memory while other blocks, or the next launch, read their keys.
+
 The launch has to be a cooperative one, all of whose blocks run at the same time.
 """
 
@@ -17,6 +19,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import CopyUniversalOp
 
+from cuteflash.atoms.l2 import store_kept
 from cuteflash.core.convert import round_pair
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import LOG2_E, exp2
@@ -129,7 +132,8 @@ class LatentParts(Partials):
                     chunk = cute.make_rmem_tensor(len(numbers), Float32)
                     for i, number in enumerate(numbers):
                         chunk[i] = part.out[r, number]
-                    copy_chunk(chunk, chunk_of(line, start, len(numbers)))
+                    store = store_kept if len(numbers) == QUAD else copy_chunk  # pairs, of e4m3 rows, as any other data
+                    store(chunk, chunk_of(line, start, len(numbers)))
                 if part.scores.first_key == 0:
                     self.values[self.lse_at(slot, row)] = part.lse[r]
 

@@ -14,6 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
 
+from cuteflash.atoms import l2
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import wait_phase
 from cuteflash.core.softmax import LOG2_E, exp2
@@ -29,6 +30,7 @@ from cuteflash.traits.mla_sm90 import CONSUMERS, ELEMENT_BYTES
 LINE = QUAD * WARP  # columns that a warp merges at once
 LINE_BYTES = LINE * ELEMENT_BYTES
 LINES_OF_ROW = LATENT_DIM_V // LINE
+L2_LINES = LINE_BYTES // l2.LINE  # of a line
 INVERSE = FACTORS + CONSUMERS  # behind a row's other statistics, in shared memory: the factor of the merged row
 LANES_OF_LINE = LINE // OCTET
 LINES_AT_ONCE = WARP // LANES_OF_LINE  # of a warp
@@ -75,9 +77,13 @@ class MergedParts(HalfParts):
         thread, warps, sync = threads
         warp = cute.arch.make_warp_uniform(thread // WARP)
         staged = Staged.of(self.stage, *lines)
-        if thread < WARP:
-            self.fetch_lines(staged, tile.share.owner, count)
+        owner = tile.share.owner
+        self.fetch_lines(staged, owner, count, (warp, warps))
         wait_phase(self.arrived, Int32(0))
+        for part in cutlass.range(warp, count, warps, unroll=1):
+            slot, (begin, end) = part_slot(owner, part), (n * L2_LINES for n in lines)
+            for line in cutlass.range(begin + cute.arch.lane_idx(), end, WARP, unroll=1):
+                self.forget(slot, line)
         lanes = lanes_of_row(count)
         step = WARP // lanes
         for row in cutlass.range(staged.first_row + warp * step, staged.end_row, warps * step, unroll=1):
@@ -88,11 +94,17 @@ class MergedParts(HalfParts):
             self.add_lines(staged, tile, line, count)
 
     @cute.jit
-    def fetch_lines(self, staged: Staged, owner: Int32, count: Int32):
-        """Bring this block's lines of `count` parts, and their rows' statistics; one warp calls it."""
+    def fetch_lines(self, staged: Staged, owner: Int32, count: Int32, warps: tuple[Int32, cutlass.Constexpr[int]]):
+        """Bring this block's lines of up to 32 parts, and their rows' statistics; all warps call it.
+
+        Each lane asks for one part, as the copies of a warp's lanes are issued one after the other.
+        """
         cute.arch.fence_proxy("async")  # between the parts' stores, and what was here, and the copies
-        self.expect(count * staged.part_bytes)
-        for part in cutlass.range(cute.arch.lane_idx(), count, WARP, unroll=1):
+        warp, step = warps
+        if warp == 0:
+            self.expect(count * staged.part_bytes)
+        part = warp + step * cute.arch.lane_idx()
+        if part < count:
             slot, target = part_slot(owner, part), staged.part(part)
             atoms.bulk_load(target, self.statistics_at(slot, staged.first_row), staged.rows_bytes, self.arrived)
             source, size = self.at(slot, Int32(0), staged.first_line * LINE), staged.part_bytes - staged.rows_bytes

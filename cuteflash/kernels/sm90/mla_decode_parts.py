@@ -4,6 +4,10 @@ All blocks write and read parts of 64 x 512 elements at about the same time, whi
 bytes. So O of a part is fp16, each row's half times a power of two which brings its largest element to [2^14, 2^15):
 what rounding adds to O is an eighth of what rounding it to bf16 does, or as much as rounding it to fp16.
 
+L2 is asked to keep parts: otherwise they would go to memory while their launch, or the next one, reads its keys. A line
+of them has one reader, which has L2 forget it afterwards, but for tiles of more than 32 parts: their lines are so few
+that it would take longer than it saves.
+
 Of a tile with two parts the second one comes to where Q was, by bulk copies while its block is still busy with the
 first one. How more are merged: `mla_decode_merge.py`.
 """
@@ -18,6 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Uint32
 
+from cuteflash.atoms import l2
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import wait_phase
 from cuteflash.core.convert import round_pair
@@ -37,6 +42,7 @@ from cuteflash.kernels.common.octets import OCTET
 from cuteflash.kernels.common.partials import own_slot
 from cuteflash.mla_problem import LATENT_DIM_V
 from cuteflash.traits.mla_sm90 import CONSUMERS, ELEMENT_BYTES, PART_STATISTICS, STAT_BYTES
+from cuteflash.traits.sm90 import WARPGROUP
 
 ROW_BYTES = LATENT_DIM_V * ELEMENT_BYTES
 HALF = LATENT_DIM_V // CONSUMERS  # columns of a warpgroup, which have one factor
@@ -83,7 +89,7 @@ class HalfParts(LatentParts):
             if row < rows:
                 line = self.row(slot, row)
                 for chunk in part.chunks:
-                    copy_chunk(fitted_chunk(part, r, chunk, factor), chunk_of(line, chunk[1], OCTET))
+                    l2.store_kept(fitted_chunk(part, r, chunk, factor), chunk_of(line, chunk[1], OCTET))
                 if part.scores.first_key == 0:
                     statistics = statistics_of(self.statistics_at(slot, row))
                     statistics[LSE] = part.lse[r]
@@ -98,6 +104,9 @@ class HalfParts(LatentParts):
     ):
         """As in `LatentParts`."""
         wait_phase(self.arrived, Int32(0))
+        slot, lines = slot_of(tile.share.owner + 1, 0), tile.rows() * (ROW_BYTES // l2.LINE)
+        for line in cutlass.range(threads[0], lines, CONSUMERS * WARPGROUP, unroll=1):
+            self.forget(slot, line)
         half = part.chunks[0][1] // HALF
         for r in cutlass.range_constexpr(cute.size(part.lse)):
             row = part.scores.row(r)
@@ -110,6 +119,10 @@ class HalfParts(LatentParts):
                 copy_chunk(chunk_of(line, start, OCTET), chunk)
                 for i, number in enumerate(numbers):
                     part.out[r, number] = part.out[r, number] * own_factor + chunk[i].to(Float32) * factor
+
+    def forget(self, slot: Int32, line: Int32) -> None:
+        """Have L2 forget a line of a slot's O, of 128 bytes, which has been read."""
+        l2.forget(self.at(slot, Int32(0), line * (l2.LINE // ELEMENT_BYTES)))
 
     @cute.jit
     def fetch_other(self, owner: Int32, rows: Int32):

@@ -1,0 +1,24 @@
+"""What L2 is told of data that need not go to memory: a launch writes them, and reads them again once."""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Int64, Uint32
+
+LINE = 128  # bytes
+EVICT_LAST = 0x14F0000000000000  # the policy that `createpolicy.fractional.L2::evict_last.b64` makes of a fraction of 1
+WORDS = 4  # of a store
+
+
+def store_kept(values: cute.Tensor, target: cute.Tensor) -> None:
+    """Store 16 bytes of registers in global memory, 16-byte aligned; L2 keeps them as long as it can."""
+    words = cute.recast_tensor(values, Uint32)
+    cute.arch.inline_ptx(
+        "st.global.L2::cache_hint.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, {$r5};",
+        read_only_args=[target.iterator, *(words[i] for i in range(WORDS)), Int64(EVICT_LAST)],
+    )
+
+
+def forget(line: cute.Pointer) -> None:
+    """Let L2 drop a `LINE` of global memory, aligned to as much, without writing it back: its contents are lost."""
+    cute.arch.inline_ptx(f"discard.global.L2 [{{$r0}}], {LINE};", read_only_args=[line])
