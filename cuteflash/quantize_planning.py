@@ -28,8 +28,8 @@ def problem_of(inputs: QuantizeInputs, options: QuantizeOptions) -> QuantizeProb
     cos = inputs.rotary_cos
     finds_scales = options.granularity == "block" and inputs.descales is None
     sharing = inputs.q.shape[-2] // max(inputs.k.shape[-2], 1)
-    # A block of a cluster has one head of each KV head, and these share cosines and sines.
-    has_many = cos is None or inputs.k.shape[-2] >= SHARED_ANGLES
+    # A block of a cluster has one head of each KV head, and those of all batch entries share cosines and sines.
+    has_many = cos is None or inputs.batch * inputs.k.shape[-2] >= SHARED_ANGLES
     finds_together = finds_scales and inputs.packed is None and 1 < sharing <= CLUSTER_MAX and has_many
     measures = options.granularity == "head" and inputs.descales is None
     return QuantizeProblem(
@@ -49,7 +49,7 @@ def problem_of(inputs: QuantizeInputs, options: QuantizeOptions) -> QuantizeProb
         has_used=inputs.seqused_q is not None or inputs.seqused_k is not None,
         is_grouped=finds_scales and sharing != 1 and not finds_together,
         cluster=sharing if finds_together else 1,
-        measures_shared=measures and cos is not None and sharing != 1,
+        measures_shared=measures and inputs.packed is not None and cos is not None and sharing != 1,
     )
 
 

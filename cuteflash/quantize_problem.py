@@ -61,7 +61,8 @@ class QuantizeProblem:
         has_used: of packed sequences only the first rows count, as many as `QuantizeTensors.used_q` and `used_k` say.
         is_grouped: several heads of Q share a scale that the block which converts a tile finds.
         cluster: how many heads of Q share a scale that as many blocks find together, each of one; 1 if none do.
-        measures_shared: whole heads with a rotary embedding are measured, those of K and V being fewer.
+        measures_shared: whole heads of packed sequences with a rotary embedding are measured, those of K and V being
+            fewer.
     """
 
     dtype: Dtype
@@ -109,6 +110,16 @@ class QuantizeProblem:
     def keeps_angles(self) -> bool:
         """Whether a thread keeps the cosines and sines of its rows, having both columns of each pair."""
         return self.splits_columns or (bool(self.rotary_dim) and self.rotary_interleaved)
+
+    @property
+    def shares_angles(self) -> bool:
+        """Whether the heads of all batch entries have the same cosines and sines in a tile."""
+        return bool(self.rotary_dim) and not (self.is_packed or self.is_grouped)
+
+    @property
+    def shares_heads(self) -> bool:
+        """Whether a block converts heads of Q and K of all batch entries, whose scales it finds."""
+        return self.shares_angles and self.scales_by_block and (self.keeps_angles or self.cluster > 1)
 
     @property
     def loads_angles_by_rows(self) -> bool:

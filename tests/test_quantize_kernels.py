@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from cuteflash.kernels.common import quantize_shared, quantize_work
 from cuteflash.kernels.common.quantize import Quantize
+from cuteflash.kernels.common.quantize_shared import SharedVisit, shared_tiles
 from cuteflash.kernels.common.quantize_turn import kept, written
 from cuteflash.kernels.common.quantize_work import HeadTiles, Mix, Work
 from cuteflash.quantize_planning import problem_of
 from cuteflash.quantize_problem import Granularity, QuantizeOptions, QuantizeProblem
 from cuteflash.traits.arch import BLOCK_SMEM, get_arch
-from cuteflash.traits.quantize import COLUMNS, ROWS, TARGET, QuantizeTraits, traits_of
+from cuteflash.traits.quantize import COLUMNS, ROWS, SHARED_VISITS, TARGET, QuantizeTraits, traits_of
 from cuteflash.validate_quantize import QuantizeInputs
 from tests.cross_compile import KernelStore
 from tests.slow import slow_but
@@ -54,7 +57,7 @@ CASES = {
         "bf16", 128, 128, "block", rotary_dim=128, hadamard=64, cluster=4, **EVERYTHING
     ),
     "shared-turned-mixed": QuantizeProblem(
-        "bf16", 128, 128, rotary_dim=128, hadamard=64, measures_shared=True, **EVERYTHING
+        "bf16", 128, 128, rotary_dim=128, hadamard=64, measures_shared=True, is_packed=True, **EVERYTHING
     ),
     "given-turned-mixed": QuantizeProblem("bf16", 128, 64, has_scales=True, rotary_dim=128, hadamard=64),
     "packed-turned-mixed": QuantizeProblem(
@@ -168,9 +171,10 @@ def test_threads_of_a_row_bring_each_other_what_they_keep(sizes: tuple[int, int]
         ((16, 4), "block", True, (4, False, False)),
         ((8, 2), "block", False, (4, False, False)),
         ((8, 1), "block", False, (8, False, False)),
-        ((8, 2), "block", True, (1, True, False)),  # two heads of a block would share cosines and sines
+        ((8, 2), "block", True, (4, False, False)),
+        ((8, 1), "block", True, (1, True, False)),  # two heads of a block, of both batch entries, would share angles
         ((9, 1), "block", False, (1, True, False)),
-        ((8, 2), "head", True, (1, False, True)),
+        ((8, 2), "head", True, (1, False, False)),
         ((8, 2), "head", False, (1, False, False)),
         ((8, 8), "head", True, (1, False, False)),
     ],
@@ -184,7 +188,39 @@ def test_how_a_scale_of_several_heads_is_found(
     problem = problem_of(inputs, QuantizeOptions(granularity))
     assert (problem.cluster, problem.is_grouped, problem.measures_shared) == expected
     packed = QuantizeInputs(q[0], k[0], k[0], cu_seqlens_q=torch.tensor([0, 128]), cu_seqlens_k=torch.tensor([0, 128]))
-    assert problem_of(packed, QuantizeOptions(granularity)).cluster == 1
+    packed = packed._replace(rotary_cos=table, rotary_sin=table)
+    problem = problem_of(packed, QuantizeOptions(granularity))
+    assert problem.cluster == 1
+    assert problem.measures_shared == (granularity == "head" and rotary and heads[0] != heads[1])
+
+
+def test_blocks_that_share_heads_have_each_of_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the numbers of heads, tiles and blocks, and none of them many more than it should have."""
+    monkeypatch.setattr(quantize_work, "choose", lambda is_first, first, second: first if is_first else second)
+    monkeypatch.setattr(quantize_shared, "choose", quantize_work.choose)
+    monkeypatch.setattr(quantize_shared, "Int32", int)
+    cases = [(4, 16, 4, 32), (4, 16, 16, 32), (3, 15, 5, 3), (1, 9, 1, 3), (16, 16, 2, 8), (2, 7, 7, 200), (1, 2, 1, 1)]
+    for (batch, heads, kv_heads, tiles), together, of_k in itertools.product(cases, (False, True), (0, 8)):
+        cluster = heads // kv_heads if together else 1
+        if cluster == 1 and of_k:
+            continue
+        q, k = (SimpleNamespace(shape=(batch, tiles * 128, count, 64)) for count in (heads, kv_heads))
+        tensors: Any = SimpleNamespace(q=q, k=k)
+        found = shared_tiles(tensors, tiles, cluster, 2, (SHARED_VISITS, of_k))
+        work = Work(*found[:2], HeadTiles.of(1, 1, 0), sharing=found[2])
+        seen = []
+        for number in range(work.first_v()):
+            visit = SharedVisit.of(work, number, cluster, not of_k)
+            assert visit.count <= 2 * SHARED_VISITS * (1 if cluster == 1 else 2)
+            for step in range(visit.count):
+                is_q, head, place = visit.head(step)
+                seen.append((bool(is_q), place.batch, place.tile, head))
+                assert place.head == (head // (heads // kv_heads) if is_q else head)
+        every = itertools.product(range(batch), range(tiles))
+        expected = [
+            (x, *at, h) for at in every for x, count in ((True, heads), (False, kv_heads)) for h in range(count)
+        ]
+        assert sorted(seen) == sorted(expected)
 
 
 def test_wrong_traits_and_problems_are_refused() -> None:
@@ -204,8 +240,8 @@ def test_wrong_traits_and_problems_are_refused() -> None:
     [
         (QuantizeProblem("bf16", 64, 64), 512, 512, 6 * 3 + 2 * 2 + 2 * 5),
         (QuantizeProblem("bf16", 64, 64, smooths_v=True), 512, 512, 6 * 3 + 2 * 2 + 2 * 5 * 3 * 64),
-        (QuantizeProblem("bf16", 64, 64, rotary_dim=64), 512, 512, 6 * 3 + 2 * 2 + 2 * 5),
-        (QuantizeProblem("bf16", 64, 64, rotary_dim=64, measures_shared=True), 128, 512, 6 * 3 + 2 * 2 + 2 * 5),
+        (QuantizeProblem("bf16", 64, 64, rotary_dim=64), 128, 512, 6 * 3 + 2 * 2 + 2 * 5),
+        (QuantizeProblem("bf16", 64, 64, rotary_dim=64, is_packed=True), 512, 512, 6 * 3 + 2 * 2 + 2 * 5),
         (QuantizeProblem("bf16", 64, 64, "block", smooths_v=True), 512, 256, 2 * 5 * 64),
     ],
 )

@@ -14,6 +14,8 @@ ROWS = 4  # of one thread: 4 neighbouring bytes of a row of V^T
 ANGLES_BYTES = 4 * ROWS * COLUMNS  # of a thread: a cosine and a sine in fp32 for two elements
 MEAN_BYTES = 4 * COLUMNS  # likewise
 WARP = 32
+MULTIPROCESSORS = 132  # of the GPU whose waves blocks that share heads fill
+SHARED_VISITS = 16  # heads of Q and K that such a block has, about
 TARGET = "sm_90a"  # FP8 attention needs Hopper
 SMEM_PER_SM = get_arch(TARGET).smem_per_sm
 THREADS, SOME_THREADS, FEW_THREADS, LEAST_THREADS = 1024, 768, 512, 384  # of a multiprocessor: 64 to 168 registers
@@ -28,6 +30,9 @@ class QuantizeTraits:
         tokens: rows of a tile.
         visits: heads of Q or K whose tiles a block converts; of those that share a scale which it finds alone, all.
             More than one pays if they share something, as the cosines and sines of a rotary embedding.
+        shared_visits: about how many heads of Q and K a block converts that has some of all batch entries, or, in a
+            cluster, of how many KV heads.
+        visits_k: in clusters, heads of K of a block that has no others; 0 if Q's blocks have them.
         measured: heads of Q or K of which a block measures the same part.
         tiles_of_part: tiles of Q or K that a block measures.
         tiles_of_v_part: the same of V. The order of its columns' sums follows from it.
@@ -46,6 +51,8 @@ class QuantizeTraits:
     head_dim: int
     tokens: int = BLOCK_TOKENS
     visits: int = 1
+    shared_visits: int = SHARED_VISITS
+    visits_k: int = 0
     measured: int = 1
     tiles_of_part: int = 4
     tiles_of_v_part: int = 4
@@ -85,7 +92,9 @@ class QuantizeTraits:
         """The same of the kernel that measures: beside those the largest magnitudes of heads, and statistics of V."""
         if not (problem.rotary_dim and problem.measures_heads):
             return 0
-        of_qk = self.angles_bytes(problem) + self.num_threads * 4 * self.measured
+        warps = self.num_threads // WARP
+        peaks = warps * 2 * SHARED_VISITS if problem.shares_angles else self.num_threads * self.measured
+        of_qk = self.angles_bytes(problem) + 4 * peaks
         return max(of_qk, 4 * self.quads * problem.head_dim_v)
 
     def angles_bytes(self, problem: QuantizeProblem) -> int:
@@ -151,12 +160,21 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
         traits = dataclasses.replace(
             traits, visits=visits, measured=visits, mixes=False, backwards=problem.measures_heads
         )
-        if problem.measures_shared:  # blocks are few, and a part of those that a GPU runs at once would be left
+        if problem.shares_angles:
+            traits = dataclasses.replace(traits, tiles_of_part=1)
+        elif problem.measures_shared:  # blocks are few, and a part of those that a GPU runs at once would be left
             traits = dataclasses.replace(traits, measured=8, tiles_of_part=1)
         if centres_v(problem):
             traits = dataclasses.replace(traits, centres_v=True, tiles_of_v=4)
         elif problem.is_packed or problem.hadamard or problem.measures_heads or problem.smooths_v:  # these spilled
             traits = dataclasses.replace(traits, loads_ahead=False)
+    if problem.shares_heads:
+        if problem.cluster > 2:  # a wave may have no place for some of its clusters
+            traits = dataclasses.replace(traits, shared_visits=4)
+            if problem.cluster <= 4 and problem.head_dim == 128:
+                traits = dataclasses.replace(traits, shared_visits=8, visits_k=8)
+        elif problem.cluster == 1 and centres_v(problem) and head_dim <= 128:
+            traits = dataclasses.replace(traits, tiles_of_v=2)
     if problem.cluster > 1:  # whose blocks have heads that follow each other
         traits = dataclasses.replace(traits, mixes=False)
     threads = converting_threads(problem), measuring_threads(problem)
@@ -178,7 +196,9 @@ def is_narrow(problem: QuantizeProblem) -> bool:
 def converting_threads(problem: QuantizeProblem) -> int:
     """Threads of a multiprocessor that convert."""
     if problem.rotary_dim and problem.hadamard:
-        loads_again = problem.is_grouped and not problem.keeps_angles
+        finds_more = problem.is_grouped or problem.cluster > 1
+        finds_more = finds_more or (problem.scales_by_block and problem.hadamard == HADAMARD_OF_MMA)
+        loads_again = finds_more and not problem.keeps_angles
         # With 128 registers each those spilled.
         return LEAST_THREADS if is_narrow(problem) or loads_again else FEW_THREADS
     if problem.rotary_dim or problem.is_grouped:

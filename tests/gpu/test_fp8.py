@@ -179,6 +179,22 @@ def test_attention_that_begins_before_v_is_transposed_waits_for_it(head_dim: int
                 assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_v_that_is_transposed_may_come_from_the_launch_before(head_dim: int, hopper_gpu: torch.device) -> None:
+    """The kernel that transposes V is launched beside what writes V, too, and waits for its end."""
+    case = Case(causal=True, head_dim=head_dim, seqlen_q=4096, batch=2, heads=16, kv_heads=16)
+    operands = Operands8.of(case, hopper_gpu)
+    others = [dataclasses.replace(operands, v=operands.v.flip(0, 1)), operands]
+    expected = [one.attend(case, is_transposed=True) for one in others]
+    written = dataclasses.replace(operands, v=torch.empty_like(operands.v))
+    scales = dict(zip(("q_descale", "k_descale", "v_descale"), operands.scales, strict=True))
+    for _ in range(10):
+        for one, right in zip(others, expected, strict=True):
+            written.v.view(torch.uint8).copy_(one.v.view(torch.uint8))
+            out = cuteflash.flash_attn_func(written.q, written.k, written.v, **scales, **case.options())
+            assert torch.equal(out, right[0])
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("logits", [0.1, 4.0, 16.0])
 def test_scores_of_any_spread(logits: float, head_dim: int, hopper: torch.device) -> None:

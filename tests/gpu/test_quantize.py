@@ -86,6 +86,19 @@ def test_rotary_of_heads_that_share_scales(
 
 
 @pytest.mark.parametrize("granularity", ["head", "block"])
+@pytest.mark.parametrize("heads", [(24, 8), (10, 5), (16, 16)], ids=str)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (128, 128), (128, 96), (256, 256)])
+def test_rotary_of_many_heads(
+    head_dim: int, rotary_dim: int, heads: tuple[int, int], granularity: str, device: torch.device
+) -> None:
+    """Blocks have several heads of Q and of K, of several batch entries."""
+    batch, tokens = (7, 900) if device.type == "cuda" else (2, 140)
+    tensors = data(tokens, batch=batch, heads=heads[0], kv_heads=heads[1], head_dim=head_dim, device=device)
+    options = {"hadamard": 64, "transpose_v": True, "smooth_v": True, "granularity": granularity}
+    check(*tensors, **tables(tokens, rotary_dim, device=device), **options)
+
+
+@pytest.mark.parametrize("granularity", ["head", "block"])
 def test_e5m2(granularity: str, device: torch.device) -> None:
     options = {"dtype": torch.float8_e5m2, "transpose_v": True, "smooth_v": True}
     check(*data(300, head_dim=64, device=device), granularity=granularity, **options)

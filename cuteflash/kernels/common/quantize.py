@@ -23,11 +23,11 @@ from cuteflash.kernels.common.quantize_held import Held
 from cuteflash.kernels.common.quantize_measure import Measure
 from cuteflash.kernels.common.quantize_rotate import RotatedHeads
 from cuteflash.kernels.common.quantize_scales import Scales
+from cuteflash.kernels.common.quantize_shared import SharedHeads, shared_tiles
 from cuteflash.kernels.common.quantize_signature import quantize_fake_args
 from cuteflash.kernels.common.quantize_tile import (
     Rows,
     Tile,
-    descale_of,
     put_first_rows,
     put_row,
     shared_numbers,
@@ -59,7 +59,7 @@ class Quantize:
         self.problem = problem
         self.scales = Scales(traits, problem)
         self.values = Values(traits, problem)
-        self.rotated = RotatedHeads(traits, problem)
+        self.rotated = (SharedHeads if problem.shares_heads else RotatedHeads)(traits, problem)
 
     def fake_args(self) -> tuple[Any, ...]:
         """See `quantize_fake_args`."""
@@ -101,6 +101,9 @@ class Quantize:
             k=HeadTiles.of(batch, of_k, cute.ceil_div(kv_heads, visits_k)),
             v=HeadTiles.of(batch, of_v, kv_heads),
         )
+        if self.problem.shares_heads:
+            visits = self.traits.shared_visits, self.traits.visits_k
+            return work.shared(shared_tiles(tensors, of_q, self.problem.cluster, self.traits.resident, visits))
         return work.mixed() if self.traits.mixes else work
 
     def visits(self, tensors: QuantizeTensors) -> tuple[Any, Any]:
@@ -216,10 +219,8 @@ class Quantize:
         peaks = ClusterPeaks.of(self.problem.cluster)
         peaks.begin(is_q)
         size = held.magnitude() * self.problem.hadamard_scale
-        peak = peaks.largest(self.scales.of_block(size, self.scales.numbers()[None, 0]), is_q)
-        found = descale_of(peak, self.problem.to)
-        self.scales.put(self.scales.of_qk(tensors, is_q, place), found, True)
-        return self.problem.hadamard_scale / found
+        shared = self.scales.numbers()[None, 0], peaks
+        return self.problem.hadamard_scale / self.scales.find_together(tensors, (is_q, place), size, shared)
 
     def put_held(self, target: Rows, held: Held, factor: Float32) -> None:
         """Round a thread's rows of a tile, rotated, times a factor."""

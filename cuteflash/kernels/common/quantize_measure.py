@@ -30,6 +30,7 @@ from cuteflash.kernels.common.quantize_centred import (
 from cuteflash.kernels.common.quantize_held import PAIRS, Held, half_of
 from cuteflash.kernels.common.quantize_products import Identity
 from cuteflash.kernels.common.quantize_rotate import RotatedHeads
+from cuteflash.kernels.common.quantize_shared import SharedHeads, shared_tiles
 from cuteflash.kernels.common.quantize_tile import (
     Rows,
     Tile,
@@ -64,6 +65,7 @@ class Measure:
         self.traits = traits
         self.problem = problem
         self.rotated = RotatedHeads(traits, problem)
+        self.shared = SharedHeads(traits, problem)
 
     def launch(self, tensors: QuantizeTensors, stream) -> None:
         """Launch both: afterwards the descales and V's mean that have to be computed are there."""
@@ -103,6 +105,8 @@ class Measure:
     def blocks(self, tensors: QuantizeTensors) -> Work:
         """The blocks that measure them: one of Q or K has the same part of several heads."""
         work, visits = self.work(tensors), self.traits.measured
+        if self.problem.shares_angles and self.problem.measures_heads:
+            return work.shared(shared_tiles(tensors, work.q.tiles, 1, self.traits.measuring))
         q, k = (HeadTiles.of(x.batch, x.tiles, cute.ceil_div(x.heads, visits)) for x in (work.q, work.k))
         blocks = dataclasses.replace(work, q=q, k=k)
         return blocks.mixed() if self.traits.mixes else blocks
@@ -114,7 +118,9 @@ class Measure:
         memory = shared_numbers(self.traits.measuring_bytes(self.problem))
         if const_expr(self.problem.measures_heads):
             if number < blocks.first_v():
-                if const_expr(self.problem.rotary_dim):
+                if const_expr(self.problem.shares_angles):
+                    self.shared.measure(tensors, work, blocks, number, memory)
+                elif const_expr(self.problem.rotary_dim):
                     self.measure_heads(tensors, work, blocks, number, memory)
                 else:
                     self.measure_qk(tensors, work, number)

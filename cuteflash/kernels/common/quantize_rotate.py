@@ -13,11 +13,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from cuteflash.core.signature import CUTE_DTYPES
-from cuteflash.kernels.common.quantize_cluster import ClusterPeaks
 from cuteflash.kernels.common.quantize_held import Held
 from cuteflash.kernels.common.quantize_scales import Scales
 from cuteflash.kernels.common.quantize_split import SplitTile
-from cuteflash.kernels.common.quantize_tile import Rows, Tile, copy_of, descale_of, part_of, put_row, thread_again
+from cuteflash.kernels.common.quantize_tile import Rows, Tile, copy_of, part_of, put_row, thread_again
 from cuteflash.kernels.common.quantize_turn import Turner
 from cuteflash.kernels.common.quantize_work import HeadRows, Place, Span, Work, choose, tile_span
 from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
@@ -31,8 +30,7 @@ class Visit:
     Attributes:
         is_q: whether it is of Q.
         place, span: the tile.
-        first, count: the first head, and how many there are. The blocks of a cluster have heads that follow each other,
-            and each the next one of its own after as many heads as there are blocks.
+        first, count: the first head, and how many there are.
         sharing: how many heads that follow each other share a KV head.
         source, target: the heads, from the first one on.
     """
@@ -72,9 +70,7 @@ class RotatedHeads:
         is_q, place = work.place(number)
         visits = choose(is_q, *(Int32(x) for x in self.visits(tensors)))
         span = tile_span(self.problem, self.traits, tensors, is_q, place)
-        blocks = choose(is_q, Int32(self.problem.cluster), Int32(1))
-        rank = place.head % blocks
-        first = (place.head - rank) * visits + rank
+        first = place.head * visits
         return Visit(
             is_q=is_q,
             place=place,
@@ -82,16 +78,14 @@ class RotatedHeads:
             first=first,
             count=self.count(tensors, is_q, first),
             sharing=choose(is_q, Int32(tensors.q.shape[-2]) // Int32(tensors.k.shape[-2]), Int32(1)),
-            source=HeadRows.of(is_q, (tensors.q, tensors.k), span.origin, first).every(blocks),
-            target=HeadRows.of(is_q, (tensors.q8, tensors.k8), span.origin, first).every(blocks),
+            source=HeadRows.of(is_q, (tensors.q, tensors.k), span.origin, first),
+            target=HeadRows.of(is_q, (tensors.q8, tensors.k8), span.origin, first),
         )
 
     def count(self, tensors: QuantizeTensors, is_q: Boolean, first: Int32) -> Int32:
         """How many heads the block visits whose first one this is."""
-        rest = choose(is_q, Int32(tensors.q.shape[-2]), Int32(tensors.k.shape[-2])) - first
-        if self.problem.cluster > 1:
-            rest = choose(is_q, (rest + self.problem.cluster - 1) // self.problem.cluster, rest)
-        return cutlass.min(choose(is_q, *(Int32(x) for x in self.visits(tensors))), rest)
+        heads = choose(is_q, Int32(tensors.q.shape[-2]), Int32(tensors.k.shape[-2]))
+        return cutlass.min(choose(is_q, *(Int32(x) for x in self.visits(tensors))), heads - first)
 
     def tile(self, span: Span, thread: Int32 | None = None) -> Tile:
         """The calling thread's part of the first tile of `span`."""
@@ -112,9 +106,7 @@ class RotatedHeads:
         turner.put_angles()
         if const_expr(problem.measures_heads):
             cute.arch.griddepcontrol_wait()  # other kernels bring the scales
-        if const_expr(problem.cluster > 1):
-            self.convert_together(tensors, visit, turner, words)
-        elif const_expr(problem.scales_by_block):
+        if const_expr(problem.scales_by_block):
             self.convert_blocks(tensors, visit, turner, words)
         else:
             for step in cutlass.range(visit.count, unroll=1):
@@ -177,22 +169,6 @@ class RotatedHeads:
                 self.put(visit.target[head], self.again_held(visit.span, held, step), factor)
             first = cutlass.select_(is_last, first + sharing, first)
             step = cutlass.select_(is_last, 0, step + 1)
-
-    @cute.jit
-    def convert_together(self, tensors: QuantizeTensors, visit: Visit, turner: Turner, words: cute.Tensor):
-        """The same if blocks of a cluster have the heads that share a scale, each one: no head comes twice."""
-        numbers, peaks = self.scales.numbers(2), ClusterPeaks.of(self.problem.cluster)  # both take turns
-        peaks.begin(visit.is_q)
-        for step in cutlass.range(visit.count, unroll=1):
-            held = self.turned(turner, visit.span, step, words, visit.source[step])
-            self.load_next(visit, turner.tile, step, words)
-            kv_head = choose(visit.is_q, visit.first // visit.sharing, visit.first) + step
-            peak = self.scales.of_block(held.magnitude() * self.problem.hadamard_scale, numbers[None, step & 1])
-            peak = peaks.largest(peak, visit.is_q, step)
-            found = descale_of(peak, self.problem.to)
-            place = Place(visit.span.entry, visit.place.tile, kv_head)
-            self.scales.put(self.scales.of_qk(tensors, visit.is_q, place), found, True)
-            self.put(visit.target[step], self.again_held(visit.span, held, step), self.problem.hadamard_scale / found)
 
     def find_factor(
         self, tensors: QuantizeTensors, visit: Visit, kv_head: Int32, tile: Tile, peak: Float32, numbers: Any

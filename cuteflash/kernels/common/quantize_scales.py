@@ -58,6 +58,26 @@ class Scales:
             peak = cutlass.select_(tile.any(), peak, Float32(0.0))
         return descale_of(self.of_block(peak, numbers), self.problem.to)
 
+    def find_together(
+        self, tensors: QuantizeTensors, of: tuple[Boolean, Place], size: Float32, shared, step: Int32 | int = 0
+    ) -> Float32:
+        """A tile's descale, which is also written, if blocks of a cluster find that of Q, each from a head of it.
+
+        Args:
+            tensors: of the problem.
+            of: whether it is Q's, and the tile, with its KV head.
+            size: the largest magnitude that each thread has seen.
+            shared: memory for `of_block`, and the `ClusterPeaks`, begun; None if each block finds its own.
+            step: how many tiles the block has had before.
+        """
+        (is_q, place), (numbers, peaks) = of, shared
+        peak = self.of_block(size, numbers)
+        if peaks is not None:
+            peak = peaks.largest(peak, is_q, step)
+        found = descale_of(peak, self.problem.to)
+        self.put(self.of_qk(tensors, is_q, place), found, True)
+        return found
+
     def of_block(self, peak: Float32, numbers: cute.Tensor) -> Float32:
         """The largest magnitude of the block's threads."""
         return block_max(peak, numbers, -(-self.traits.num_threads // WARP))

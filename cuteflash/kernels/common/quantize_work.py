@@ -200,16 +200,40 @@ def at_least_one(value: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sharing:
+    """How heads of Q and K of all batch entries are numbered, if blocks share them.
+
+    By batch entry and KV head: those of Q that share it, then that of K. In a cluster only KV heads have numbers.
+
+    Attributes:
+        count: how many there are.
+        of_group: heads that share a KV head, with that of K.
+        per_group, per_entry: what numbers are divided by, see `fast`: these, and the KV heads of a batch entry.
+    """
+
+    count: Int32
+    of_group: Int32
+    per_group: Any
+    per_entry: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class Work:
     """The blocks of a launch: numbered are those of Q, then those of K, then those of V.
 
-    `mix` is the order in which they run; None is that of their numbers.
+    `mix` is the order in which they run; None is that of their numbers. With `sharing` see `SharedHeads`.
     """
 
     q: HeadTiles
     k: HeadTiles
     v: HeadTiles
     mix: Mix | None = None
+    sharing: Sharing | None = None
+
+    def shared(self, found: tuple[HeadTiles, HeadTiles, Sharing]) -> Work:
+        """With other blocks of Q and K."""
+        q, k, sharing = found
+        return dataclasses.replace(self, q=q, k=k, sharing=sharing)
 
     def mixed(self) -> Work:
         """With blocks of V among those of Q and K."""
@@ -264,10 +288,6 @@ class HeadRows:
         """Of Q or K from head `first` on, see `Rows.of`."""
         rows = choose(is_q, *(Rows.of(x, origin, first) for x in both))
         return cls(rows, choose(is_q, *(Int64(x.stride[-2]) * (x.element_type.width // 8) for x in both)))
-
-    def every(self, count: Int32) -> HeadRows:
-        """Of each head that comes `count` after another one."""
-        return HeadRows(self.rows, self.step * Int64(count))
 
     def __getitem__(self, number: Int32) -> Rows:
         return Rows(self.rows.address + self.step * Int64(number), self.rows.stride)

@@ -57,11 +57,13 @@ class TransposeV:
             min_blocks_per_mp=self.traits.resident,
             preferred_smem_carveout=self.traits.carveout(self.problem.head_dim_v),
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, v: cute.Tensor, vt: cute.Tensor, tiles: HeadTiles):
         traits, head_dim = self.traits, self.problem.head_dim_v
+        cute.arch.griddepcontrol_wait()  # for whatever is launched before, which may make V
         cute.arch.griddepcontrol_launch_dependents()  # attention may begin where blocks end; its loads of V^T wait
         place = tiles.place(cute.arch.block_idx()[0])
         tile = Tile.of(place.tile * traits.tokens, Int32(v.shape[1]), head_dim, traits.quads)
