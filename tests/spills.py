@@ -30,7 +30,6 @@ SPILLS: dict[str, int] = {
     "FlashFwdSm80 sm_90a fp16 24x24 full": 20,
     "FlashFwdSm80 sm_90a fp16 24x24 full lse": 8,
     "FlashFwdSm80 sm_90a fp16 96x96 causal lse": 28,
-    "FlashFwdSm80 sm_90a fp16 256x256 causal lse split packed 4": 8,
 }
 
 
