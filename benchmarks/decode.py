@@ -1,7 +1,7 @@
 """Decoding: how fast attention of a few queries reads a KV cache, beside the rate of a copy and other implementations.
 
     python -m benchmarks.decode --json benchmarks/results/decode.json      # measure, on a GPU
-    python -m benchmarks.decode --from benchmarks/results/decode.json --into docs/serving.md
+    python -m benchmarks.decode --from benchmarks/results/decode.json --into docs/benchmarks.md
 
 GB/s count the keys and values that a step reads once, nothing else. The copy beside them reads and writes as many bytes
 together, in the same rounds; a kernel that only reads may be faster. A step is timed call after call, and as a CUDA

@@ -1,7 +1,7 @@
 """Prompts in the plain form of latent attention: TFLOP/s beside other implementations, on the same inputs.
 
     python -m benchmarks.mla_prefill --json benchmarks/results/mla_prefill.json      # measure, on a GPU
-    python -m benchmarks.mla_prefill --from benchmarks/results/mla_prefill.json --into docs/mla.md
+    python -m benchmarks.mla_prefill --from benchmarks/results/mla_prefill.json --into docs/benchmarks.md
 
 Heads have 192 columns of Q and K and 128 of V, as DeepSeek-V3's. Ours takes K in two parts, of which all heads share
 the second, and for comparison in one tensor, as peers do: torch's SDPA by cuDNN, and flash-attn-4. Only "ours, made

@@ -1,7 +1,7 @@
 """Times `cuteflash.quantize_qkv` beside copies of as many bytes.
 
     python -m benchmarks.quantize --json benchmarks/results/quantize.json      # measure, on a GPU
-    python -m benchmarks.quantize --from benchmarks/results/quantize.json --into docs/fp8.md
+    python -m benchmarks.quantize --from benchmarks/results/quantize.json --into docs/benchmarks.md
 
 A call reads 2 bytes and writes 1 byte an element; scales for whole heads cost a second reading of Q, K and V, and V's
 mean one of V. The copy beside it reads and writes as many bytes together, in the same rounds. Results are compared with
