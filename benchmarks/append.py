@@ -1,7 +1,7 @@
 """Times `cuteflash.append_kv` with a rotary embedding, in one launch and in several, beside a copy of as many bytes.
 
     python -m benchmarks.append --json benchmarks/results/append.json      # measure, on a GPU
-    python -m benchmarks.append --from benchmarks/results/append.json --into docs/serving.md
+    python -m benchmarks.append --from benchmarks/results/append.json
 
 New tokens are read once and written once. The copy beside a call reads and writes as many bytes together, in the same
 rounds. Results are compared with the definition in torch before they are timed. A decode step has one token a sequence:
