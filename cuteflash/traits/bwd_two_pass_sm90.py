@@ -13,6 +13,7 @@ from cuteflash.traits.bwd_sm90 import STATISTIC_BYTES
 from cuteflash.traits.sm90 import (
     ADDRESS_REGS,
     MBARRIER_BYTES,
+    PAGED_SPLIT,
     REGISTER_SPLIT,
     SWIZZLE_ALIGN,
     WARPGROUP,
@@ -76,6 +77,11 @@ class BwdTwoPassTraitsSm90:
     def mma_regs(self) -> int:
         """Registers a thread of a consumer warpgroup."""
         return REGISTER_SPLIT[CONSUMERS][1]
+
+    @property
+    def packed_regs(self) -> tuple[int, int]:
+        """Both, in the dQ pass of packed sequences, whose producer looks up where their rows lie."""
+        return PAGED_SPLIT
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:

@@ -24,7 +24,7 @@ ADDRESS_REGS = 24  # registers a thread needs at least beside its fragments
 MAX_REGS, REGISTER_FILE = 255, 65536  # a thread's at most, a multiprocessor's
 PLAIN_FEATURES: frozenset[Feature] = frozenset({"softcap", "lse", "sink"})  # of every kernel
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-PAGED_SPLIT = 40, 232  # of two consumer warpgroups, if the producer looks up where K and V lie
+PAGED_SPLIT = 40, 232  # of two consumer warpgroups, if the producer looks up where rows lie
 PAIR_SPLIT = 40, 216  # of two blocks with one consumer warpgroup each
 
 

@@ -59,6 +59,12 @@ class DqPass:
         return CUTE_DTYPES[self.problem.operands.qk_dtype]
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """Registers a thread of the producer warpgroup, and of a consumer warpgroup."""
+        rows = self.rows
+        return rows.packed_regs if self.problem.storage.q == "varlen" else (rows.producer_regs, rows.mma_regs)
+
+    @property
     def longest_first(self) -> bool:
         """Whether tiles differ in length."""
         return self.problem.scores.mask != "full"
@@ -147,13 +153,13 @@ class DqPass:
     @cute.jit
     def work(self, block: Block, tile: QueryTile, warp: Int32):
         """The part of a warp in a query tile that exists."""
-        traits = self.rows
+        producer_regs, mma_regs = self.registers
         if warp < WARPGROUP // 32:
-            cute.arch.setmaxregister_decrease(traits.producer_regs)
+            cute.arch.setmaxregister_decrease(producer_regs)
             if warp == 0:
                 load(self, block.tma, block.tiles, block.rings, tile)
         else:
-            cute.arch.setmaxregister_increase(traits.mma_regs)
+            cute.arch.setmaxregister_increase(mma_regs)
             consume(self, block, tile)
 
 
