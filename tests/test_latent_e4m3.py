@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import types
 from typing import Any
 
 import pytest
@@ -241,6 +242,22 @@ def cases() -> list[Any]:
         pytest.param(target, row, problem, id=f"{target}-{row.tile_m}x{row.tile_n}-{problem}")
         for target, row, problem in found
     ]
+
+
+@pytest.mark.parametrize("row", dict.fromkeys(ROWS), ids=str)
+def test_lanes_have_neighbouring_columns_of_o(row: MlaTraitsE4m3) -> None:
+    """Of each 16 columns a product's first group of 8 has the even ones, its second one the odd ones."""
+    pytest.importorskip("cutlass")
+    from cuteflash.kernels.sm80.mla_e4m3_epilogue import quads_of
+
+    found = {}
+    for warp, lane in itertools.product(range(row.num_warps), range(4)):
+        fragments = types.SimpleNamespace(warp=warp, lane=lane)
+        for numbers, start in quads_of(types.SimpleNamespace(traits=row), fragments):
+            for column, number in enumerate(numbers, start):
+                group, (odd, pair) = number // 4, divmod(number % 4, 2)
+                found[column] = warp * row.warp_columns + 16 * group + 2 * (2 * lane + pair) + odd
+    assert found == {column: column for column in range(512)}
 
 
 @pytest.mark.slow

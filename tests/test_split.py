@@ -100,6 +100,19 @@ def test_shares_that_end_with_tiles() -> None:
             assert {part.ends_with_share() for parts in shares for other, part in parts if other == tile} == {expected}
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_last_parts_of_latent_tiles_that_end_with_their_share(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    mla_parts = pytest.importorskip("cuteflash.kernels.common.mla_parts")
+    monkeypatch.setattr(mla_parts, "computed_here", lambda value: value)
+    choose = random.Random(seed)
+    shares = dealt(
+        some_widths(choose), choose.choice((2, 7, 132)), 1 << 30, 2, choose.choice((0, 5)), choose.choice((0, 2))
+    )
+    for _, part in itertools.chain(*shares):
+        joined = part.last_owner <= part.owner + 1
+        assert mla_parts.merges_last(part) == (part.ends_with_share() and not joined)
+
+
 def test_work_is_even() -> None:
     for widths in ([1024] * 8, [64] * 128, [8] * 504 + [1024] * 8):
         work = [sum(part.last - part.first for _, part in parts) for parts in dealt(widths, 132, 1 << 30, 1, 0)]

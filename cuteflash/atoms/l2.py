@@ -7,15 +7,16 @@ from cutlass import Int64, Uint32
 
 LINE = 128  # bytes
 EVICT_LAST = 0x14F0000000000000  # the policy that `createpolicy.fractional.L2::evict_last.b64` makes of a fraction of 1
-WORDS = 4  # of a store
 
 
 def store_kept(values: cute.Tensor, target: cute.Tensor) -> None:
-    """Store 16 bytes of registers in global memory, 16-byte aligned; L2 keeps them as long as it can."""
+    """Store 8 or 16 bytes of registers in global memory, aligned to as much; L2 keeps them as long as it can."""
     words = cute.recast_tensor(values, Uint32)
+    count = cute.size(words)
+    stored = ", ".join(f"{{$r{1 + i}}}" for i in range(count))
     cute.arch.inline_ptx(
-        "st.global.L2::cache_hint.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, {$r5};",
-        read_only_args=[target.iterator, *(words[i] for i in range(WORDS)), Int64(EVICT_LAST)],
+        f"st.global.L2::cache_hint.v{count}.b32 [{{$r0}}], {{{stored}}}, {{$r{1 + count}}};",
+        read_only_args=[target.iterator, *(words[i] for i in range(count)), Int64(EVICT_LAST)],
     )
 
 

@@ -106,7 +106,7 @@
           "split",
           { panel: "gO_part", step: "store_o_part", instruction: 0 },
           "a part on its way to its slot",
-          "share_size, share_of_tile, cuteflash/core/split.py; come, meet, cuteflash/kernels/common/partials.py; merge, cuteflash/kernels/common/part_sums.py; grid_of, cuteflash/split_planning.py",
+          "share_size, share_of_tile, cuteflash/core/split.py; come, arrive, all_came, cuteflash/kernels/common/partials.py; merge, cuteflash/kernels/common/part_sums.py; grid_of, cuteflash/split_planning.py",
         ),
         checks(
           [

@@ -3,8 +3,6 @@
 As in `partials.py`, where blocks meet. Of a tile with two parts the second one alone goes to memory: the block with the
 first keys, for which the tile is the last one, keeps its part in registers and adds the other one to it (`join`).
 
-L2 is asked to keep parts, which otherwise go to memory while other blocks, or the next launch, read their keys.
-
 The launch has to be a cooperative one, all of whose blocks run at the same time.
 """
 
@@ -21,7 +19,7 @@ from cutlass.cute.nvgpu import CopyUniversalOp
 
 from cuteflash.atoms.l2 import store_kept
 from cuteflash.core.convert import round_pair
-from cuteflash.core.scores import ScoreTile
+from cuteflash.core.scores import ScoreTile, computed_here
 from cuteflash.core.softmax import LOG2_E, exp2
 from cuteflash.core.split_slots import slot_of
 from cuteflash.core.tile import KeyShare, QueryTile
@@ -111,10 +109,10 @@ class LatentParts(Partials):
             write_whole()
         else:  # O is not needed any more when parts are merged
             self.write_chunks(part, tile)
-            if share.seat == share.last_owner:
+            if (share.seat == share.last_owner) & ~merges_last(share):
                 self.announce(tile, thread, sync)
-            elif self.meet(tile, thread, sync):
-                self.merge_together(tile, threads, self.place(tile))
+            else:
+                self.merge_with_others(tile, threads)
 
     @cute.jit
     def write_chunks(
@@ -132,29 +130,27 @@ class LatentParts(Partials):
                     chunk = cute.make_rmem_tensor(len(numbers), Float32)
                     for i, number in enumerate(numbers):
                         chunk[i] = part.out[r, number]
-                    store = store_kept if len(numbers) == QUAD else copy_chunk  # pairs, of e4m3 rows, as any other data
-                    store(chunk, chunk_of(line, start, len(numbers)))
+                    store_kept(chunk, chunk_of(line, start, len(numbers)))
                 if part.scores.first_key == 0:
                     self.values[self.lse_at(slot, row)] = part.lse[r]
 
     @cute.jit
-    def merge_together(
-        self,
-        tile: QueryTile,
-        threads: Threads,
-        place: tuple[Int32, Int32],
-    ):
-        """Merge some lines of a tile's parts, as `merge`; `threads` as of `finish`."""
-        thread, warps, _ = threads
-        self.merge(tile, thread, warps, place, self.bases(tile))
+    def merge_with_others(self, tile: QueryTile, threads: Threads):
+        """Merge some lines of a tile's parts once all have come, as `merge`; `threads` as of `finish`."""
+        thread, warps, sync = threads
+        came = self.arrive(tile, thread, sync)
+        place, bases = self.place(tile), self.bases(tile)
+        if self.all_came(tile, thread, came, sync):
+            self.merge(tile, thread, warps, place, bases)
 
     def place(self, tile: QueryTile) -> tuple[Int32, Int32]:
-        """As in `Partials`, but without the block with the last part."""
-        return tile.share.seat - tile.share.owner, tile.share.last_owner - tile.share.owner
+        """As in `Partials`."""
+        share = tile.share
+        return share.seat - share.owner, share.last_owner - share.owner + Int32(merges_last(share))
 
     @cute.jit
     def announce(self, tile: QueryTile, thread: Int32, sync: cutlass.Constexpr[Callable[[], None]]):
-        """As `meet` for the block with the last part, which merges nothing: nobody waits until the others see it."""
+        """As `arrive` for a block with the last part that merges nothing: it has more tiles, or another one joins."""
         sync()
         if thread == 0:
             cute.arch.atomic_add(self.arrivals.iterator + tile.share.owner, Int32(1), sem="release", scope="gpu")
@@ -213,6 +209,15 @@ class LatentParts(Partials):
 def joins(share: KeyShare) -> Boolean:
     """Whether the block with this part of a tile adds the other one to it."""
     return (share.seat == share.owner) & (share.last_owner == share.owner + 1)
+
+
+def merges_last(share: KeyShare) -> Boolean:
+    """Whether the block with the last of three or more parts has no further tile, and merges with the others.
+
+    As `KeyShare.ends_with_share`, but without a division, as latent lines have no divisor in place of a share.
+    """
+    end_of_share = (computed_here(share.last_owner) - share.first_seat + 1) * share.share
+    return (share.begin + share.width >= end_of_share) & (share.last_owner > share.owner + 1)
 
 
 def weighed(lse: Float32, other: Float32) -> tuple[Float32, Float32, Float32]:

@@ -2,8 +2,9 @@
 
 A part is O of its keys, normalized, and their log-sum-exp, fp32. If a tile has few rows, the last block to come merges
 them, and nobody waits (`come`). Of many rows the blocks for which this is the last tile wait for each other, and merge
-some rows each (`meet`); the launch has to be a cooperative one, all of whose blocks run at the same time. Slots are
-those of `cuteflash.core.split_slots`, and how parts are added up is in `part_sums.py`.
+some rows each (`arrive`, `all_came`); the launch has to be a cooperative one, all of whose blocks run at the same time.
+Slots are those of `cuteflash.core.split_slots`, and how parts are added up is in `part_sums.py`. L2 is asked to keep
+parts, which otherwise go to memory while other blocks, or the next launch, read their keys.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Callable
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import CopyUniversalOp
 
 from cuteflash.arguments import FwdTensors, SplitTensors
+from cuteflash.atoms.l2 import store_kept
 from cuteflash.core.gqa import query_view
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.sinks import Sinks
@@ -63,7 +64,6 @@ class Partials(PartSums):
             lse: of its rows.
         """
         slot, rows = own_slot(tile.share), tile.rows()
-        atom = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=PAIR * Float32.width)
         for r in cutlass.range_constexpr(cute.size(lse)):
             row = scores.row(r)
             if row < rows:
@@ -72,7 +72,7 @@ class Partials(PartSums):
                     for i in cutlass.range_constexpr(PAIR):
                         pair[i] = out[r, c + i]
                     target = aligned(self.at(slot, row, columns[0, c][1]), PAIR * Float32.width // 8)
-                    cute.copy(atom, pair, cute.make_tensor(target, cute.make_layout(PAIR)))
+                    store_kept(pair, cute.make_tensor(target, cute.make_layout(PAIR)))
                 if scores.first_key == 0:
                     self.values[self.lse_at(slot, row)] = lse[r]
 
@@ -102,25 +102,44 @@ class Partials(PartSums):
         return share.seat - share.owner, share.last_owner - share.owner + Int32(share.ends_with_share())
 
     @cute.jit
-    def meet(self, tile: QueryTile, thread: Int32, sync: cutlass.Constexpr[Callable[[], None]]):
-        """Whether this block merges rows of a tile; then all parts have come. All threads that wrote its part call it.
+    def arrive(self, tile: QueryTile, thread: Int32, sync: cutlass.Constexpr[Callable[[], None]]):
+        """Say that this block's part of a tile has come; all threads that wrote it call this, `sync` is their barrier.
 
-        Nobody waits for a block that waits before it has written its part. `sync` is a barrier of these threads. Blocks
-        that have seen all parts count on, too, and the last one of them brings the counter back to 0. Not by an atomic
-        operation with an answer, which a block would wait for before it ends.
+        Returns how many have come, for thread 0. What a block needs once all are there it computes behind this.
         """
-        number, mates = self.place(tile)
-        merging, parts = cutlass.min(mates, self.lines(tile)), self.parts_of(tile)
         sync()
+        came = Int32(0)
         if thread == 0:
-            counter, last = self.arrivals.iterator + tile.share.owner, parts + merging - 1
-            came = count_on(counter, last) + 1
-            if number < merging:
-                while came < parts:
-                    came = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-                count_unseen(counter, last)
+            came = count_on(self.arrivals.iterator + tile.share.owner, self.last_count(tile)) + 1
+        return came
+
+    @cute.jit
+    def all_came(self, tile: QueryTile, thread: Int32, came: Int32, sync: cutlass.Constexpr[Callable[[], None]]):
+        """Whether this block merges rows of a tile; then all parts have come. `came` is what `arrive` returned.
+
+        Nobody waits for a block that waits before it has written its part. Blocks that have seen all parts count on,
+        too, and the last one of them brings the counter back to 0. Not by an atomic operation with an answer, which a
+        block would wait for before it ends.
+        """
+        counter, merges = self.arrivals.iterator + tile.share.owner, self.place(tile)[0] < self.merging(tile)
+        if (thread == 0) & merges:
+            while came < self.parts_of(tile):
+                came = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+            self.see_parts()
+            count_unseen(counter, self.last_count(tile))
         sync()
-        return number < merging
+        return merges
+
+    def merging(self, tile: QueryTile) -> Int32:
+        """How many blocks merge a tile's lines."""
+        return cutlass.min(self.place(tile)[1], self.lines(tile))
+
+    def last_count(self, tile: QueryTile) -> Int32:
+        """What a tile's counter is before it becomes 0 again."""
+        return self.parts_of(tile) + self.merging(tile) - 1
+
+    def see_parts(self) -> None:
+        """What a thread does that has seen all parts come, before the others read them: nothing."""
 
     @cute.jit
     def merge_if_due(
@@ -139,11 +158,13 @@ class Partials(PartSums):
         meets = tile.rows() >= MEETING_ROWS
         if const_expr(is_scheduled):
             meets = Boolean(False)
-        bases = self.bases(tile)
-        merges, number, mates = Boolean(False), Int32(0), Int32(1)
+        merges, number, mates, came = Boolean(False), Int32(0), Int32(1), Int32(0)
         if meets:
             number, mates = self.place(tile)
-            merges = self.meet(tile, thread, sync)
+            came = self.arrive(tile, thread, sync)
+        bases = self.bases(tile)
+        if meets:
+            merges = self.all_came(tile, thread, came, sync)
         else:
             merges = self.come(tile, thread, word, sync)
         if merges:

@@ -27,10 +27,11 @@ from cutlass import Float16, Int32
 from cuteflash.atoms import sm80 as atoms
 from cuteflash.core.tile import QueryTile
 from cuteflash.core.views import words_of
+from cuteflash.kernels.common.mla_parts import LatentParts
 from cuteflash.kernels.sm80 import mla_e4m3_mma as products
 from cuteflash.kernels.sm80.mla_bundles import MlaBlock
 from cuteflash.kernels.sm80.mla_e4m3_bundles import E4m3Fragments, E4m3Tiles
-from cuteflash.kernels.sm80.mla_e4m3_epilogue import finish
+from cuteflash.kernels.sm80.mla_e4m3_epilogue import NeighbourParts, finish
 from cuteflash.kernels.sm80.mla_kernel import MlaKernel
 from cuteflash.mla_problem import MlaTensors
 from cuteflash.traits.mla_e4m3 import PAIRS, MlaTraitsE4m3
@@ -43,6 +44,7 @@ class FlashMlaDecodeE4m3(MlaKernel):
     traits: cutlass.Constexpr[MlaTraitsE4m3]
 
     name: ClassVar[str] = "flash_mla_decode_e4m3"
+    parts: ClassVar[type[LatentParts]] = NeighbourParts
     dtype: ClassVar[type[cutlass.Numeric]] = Float16  # of the products' operands
 
     # Layouts and atoms, callable without a launch.

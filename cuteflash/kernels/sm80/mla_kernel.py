@@ -48,6 +48,7 @@ class MlaKernel:
 
     family: ClassVar[str] = "sm80"
     name: ClassVar[str]
+    parts: ClassVar[type[LatentParts]] = LatentParts  # of split keys
 
     def fake_args(self) -> tuple:
         """The arguments that this kernel is compiled with."""
@@ -111,7 +112,7 @@ class MlaKernel:
         gQ, gK, gO = (entries_last(x) for x in (*self.views(tensors), tensors.out))
         parts = None
         if const_expr(self.problem.is_split):
-            parts = LatentParts.of_launch(tensors, gO, mLSE, traits.tile_m)
+            parts = self.parts.of_launch(tensors, gO, mLSE, traits.tile_m)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True)
         self.kernel(gQ, gK, gO, mLSE, tensors.descale, launch, pages, parts).launch(
             grid=(scalars.shares * launch.m_blocks, 1, 1),

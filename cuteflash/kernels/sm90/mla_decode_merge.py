@@ -12,17 +12,25 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32
+from cutlass import Float16, Float32, Int32, Int64, Uint32
 
 from cuteflash.atoms import l2
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import wait_phase
+from cuteflash.core.scores import computed_here
 from cuteflash.core.softmax import LOG2_E, exp2
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.common.mla_parts import QUAD, WARP, Threads, chunk_of, copy_chunk
 from cuteflash.kernels.common.octets import LANES, OCTET, octet_of_lane, store_octet
 from cuteflash.kernels.common.part_sums import part_slot
-from cuteflash.kernels.common.weighted_sum import add_parts, add_unless_zero, inverse_of, merged_lse
+from cuteflash.kernels.common.weighted_sum import (
+    add_parts,
+    add_unless_zero,
+    address_here,
+    inverse_of,
+    load_words,
+    merged_lse,
+)
 from cuteflash.kernels.sm90.mla_decode_parts import FACTORS, LSE, STATISTICS_BYTES, HalfParts, halves_of, statistics_of
 from cuteflash.mla_problem import LATENT_DIM_V
 from cuteflash.traits.mla_sm90 import CONSUMERS, ELEMENT_BYTES
@@ -41,26 +49,21 @@ PARTS_AT_ONCE = 4  # that a lane reads before it adds them
 class MergedParts(HalfParts):
     """The partial results of a launch, whose blocks merge them.
 
-    Of m blocks that merge a tile each has an m-th of its lines of 128 columns. Of each of p parts, m + 1 or more, those
-    are in a row in memory, and are so in shared memory, behind the statistics of their rows: p * ceil(256 / m) lines,
-    of three parts the most, 96 KB.
+    Of m blocks that merge a tile each has an m-th of its lines of 128 columns. Of each of p parts, m or more, those are
+    in a row in memory, and are so in shared memory, behind the statistics of their rows: p * ceil(256 / m) lines, of
+    three parts that two blocks merge the most, 96 KB.
     """
 
     @cute.jit
-    def merge_together(
-        self,
-        tile: QueryTile,
-        threads: Threads,
-        place: tuple[Int32, Int32],
-    ):
-        """As in `LatentParts`; each of the blocks has some lines."""
-        (number, mates), count, lines = place, self.parts_of(tile), self.lines(tile)
-        merging = cutlass.min(mates, lines)
-        first, end = (n * lines // merging for n in (number, number + 1))
+    def merge_with_others(self, tile: QueryTile, threads: Threads):
+        """As in `LatentParts`; each of the blocks has some lines. Where they lie is computed while blocks wait."""
+        came = self.arrive(tile, threads[0], threads[2])
+        number, count, lines = self.place(tile)[0], self.parts_of(tile), self.lines(tile)
+        lines = tuple(computed_here(n * lines // self.merging(tile)) for n in (number, number + 1))
         if count <= WARP:
-            self.merge_staged(tile, threads, (first, end), count)
+            self.merge_staged(tile, threads, lines, count, came)
         else:
-            self.merge_from_memory(tile, threads, (first, end), count)
+            self.merge_from_memory(tile, threads, lines, count, came)
 
     @cute.jit
     def merge_staged(
@@ -69,16 +72,26 @@ class MergedParts(HalfParts):
         threads: Threads,
         lines: tuple[Int32, Int32],
         count: Int32,
+        came: Int32,
     ):
-        """Merge some lines of up to 32 parts, through shared memory.
+        """Merge some lines of up to 32 parts, through shared memory, once all have come.
 
         First a warp weighs the parts of some rows, whose factors become their weights; then it adds the parts of lines.
         """
-        thread, warps, sync = threads
+        thread, warps, _ = threads
         warp = cute.arch.make_warp_uniform(thread // WARP)
         staged = Staged.of(self.stage, *lines)
-        owner = tile.share.owner
-        self.fetch_lines(staged, owner, count, (warp, warps))
+        copies = self.prepare(staged, tile.share.owner, count, (warp, warps))
+        if self.all_came(tile, threads[0], came, threads[2]):
+            copies.start(staged, self.arrived)
+            self.merge_there(tile, threads, staged, count)
+
+    @cute.jit
+    def merge_there(self, tile: QueryTile, threads: Threads, staged: Staged, count: Int32):
+        """Merge the lines of `count` parts that are on their way to shared memory."""
+        thread, warps, sync = threads
+        warp, owner = cute.arch.make_warp_uniform(thread // WARP), tile.share.owner
+        lines = staged.first_line, staged.end_line
         wait_phase(self.arrived, Int32(0))
         for part in cutlass.range(warp, count, warps, unroll=1):
             slot, (begin, end) = part_slot(owner, part), (n * L2_LINES for n in lines)
@@ -94,21 +107,23 @@ class MergedParts(HalfParts):
             self.add_lines(staged, tile, line, count)
 
     @cute.jit
-    def fetch_lines(self, staged: Staged, owner: Int32, count: Int32, warps: tuple[Int32, cutlass.Constexpr[int]]):
-        """Bring this block's lines of up to 32 parts, and their rows' statistics; all warps call it.
+    def prepare(self, staged: Staged, owner: Int32, count: Int32, warps: tuple[Int32, cutlass.Constexpr[int]]):
+        """The copies that bring this block's lines of up to 32 parts, and their rows' statistics; all warps call it.
 
-        Each lane asks for one part, as the copies of a warp's lanes are issued one after the other.
+        Each lane has those of one part, as the copies of a warp's lanes are issued one after the other.
         """
-        cute.arch.fence_proxy("async")  # between the parts' stores, and what was here, and the copies
+        cute.arch.fence_view_async_shared()  # between what was here and the copies
         warp, step = warps
         if warp == 0:
             self.expect(count * staged.part_bytes)
-        part = warp + step * cute.arch.lane_idx()
-        if part < count:
-            slot, target = part_slot(owner, part), staged.part(part)
-            atoms.bulk_load(target, self.statistics_at(slot, staged.first_row), staged.rows_bytes, self.arrived)
-            source, size = self.at(slot, Int32(0), staged.first_line * LINE), staged.part_bytes - staged.rows_bytes
-            atoms.bulk_load(target + staged.rows_bytes, source, size, self.arrived)
+        part = warp + step * computed_here(cute.arch.lane_idx())
+        slot = part_slot(owner, part)
+        return Copies(
+            computed_here(count - part),
+            computed_here(part * staged.part_bytes),
+            address_here(self.statistics_at(slot, staged.first_row)),
+            address_here(self.at(slot, Int32(0), staged.first_line * LINE)),
+        )
 
     @cute.jit
     def weigh(self, staged: Staged, tile: QueryTile, first: Int32, count: Int32, lanes: Int32):
@@ -171,18 +186,46 @@ class MergedParts(HalfParts):
         threads: Threads,
         lines: tuple[Int32, Int32],
         count: Int32,
+        came: Int32,
     ):
         """Merge some lines of more than 32 parts, which are 8 lines at most: copies of so few bytes would take longer.
 
         As many warps as there can be share a line: each takes every so many 32 of its parts, all of them at once, and
         the first one of them adds what they have.
         """
-        thread, warps, sync = threads
-        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(thread // WARP)
+        thread, warps, _ = threads
+        lane, warp = computed_here(cute.arch.lane_idx()), cute.arch.make_warp_uniform(thread // WARP)
         owner, (first, end) = tile.share.owner, lines
         sharing = warps_of_line(end - first, warps)
         line, group = cutlass.min(first + warp // sharing, end - 1), warp % sharing
-        row, half, column = line // LINES_OF_ROW, half_of(line), line % LINES_OF_ROW * LINE + QUAD * lane
+        row, column = line // LINES_OF_ROW, line % LINES_OF_ROW * LINE + QUAD * lane
+        slots = [part_slot(owner, group * WARP, may_be_first) for may_be_first in (True, False)]
+        starts = tuple(address_here(self.at(slot, row, column)) for slot in slots)
+        if self.all_came(tile, threads[0], came, threads[2]):
+            self.merge_loaded(tile, threads, (first, end), (line, group, sharing), starts, count)
+
+    @cute.jit
+    def merge_loaded(
+        self,
+        tile: QueryTile,
+        threads: Threads,
+        lines: tuple[Int32, Int32],
+        place: tuple[Int32, Int32, Int32],
+        starts: tuple[Int64, Int64],
+        count: Int32,
+    ):
+        """Merge a line of more than 32 parts, together with other warps.
+
+        Args:
+            place: the line, which ones of its parts are this warp's, and how many warps share it.
+            starts: where this lane's columns of the warp's first part lie, and where if it were not the tile's first.
+        """
+        thread, warps, sync = threads
+        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(thread // WARP)
+        owner, (first, end), (line, group, sharing) = tile.share.owner, lines, place
+        row, half = line // LINES_OF_ROW, half_of(line)
+        loaded = cute.make_rmem_tensor((QUAD, WARP), Float16)
+        self.load_columns(loaded, starts, count - group * WARP)
         peak, total = -Float32.inf, Float32(0.0)
         for part in cutlass.range(lane, count, WARP, unroll=1):
             peak = cute.arch.fmax(peak, self.statistics_of_part(owner, part, row)[LSE])
@@ -197,7 +240,12 @@ class MergedParts(HalfParts):
             statistics = self.statistics_of_part(owner, cutlass.min(begin + lane, count - 1), row)
             weight = exp2((statistics[LSE] - shift) * LOG2_E) * statistics[FACTORS + half]
             weight = cutlass.select_(begin + lane < count, weight, Float32(0.0))
-            add_parts(acc, weight, Int32(0), 1, self.load_columns(owner, (begin, count), row, column))
+            values = cute.make_rmem_tensor((QUAD, WARP), Float32)
+            values.store(loaded.load().to(Float32))
+            following = begin + sharing * WARP
+            start = starts[1] + Int64((following - group * WARP) * self.part_bytes)
+            self.load_columns(loaded, (start, start), count - following)
+            add_parts(acc, weight, Int32(0), 1, values)
         if sharing > 1:
             layout = cute.make_layout((LINE, warps), stride=(1, LINE))
             sums = cute.make_tensor(cute.recast_ptr(self.stage, dtype=Float32), layout)
@@ -218,16 +266,22 @@ class MergedParts(HalfParts):
         """The statistics of a row of a part, in memory."""
         return statistics_of(self.statistics_at(part_slot(owner, part), row))
 
-    def load_columns(self, owner: Int32, parts: tuple[Int32, Int32], row: Int32, column: Int32) -> cute.Tensor:
-        """Four columns of a row, of 32 parts from the first of `parts` on; past the end of these it is the last one."""
-        first, count = parts
-        loaded = cute.make_rmem_tensor((QUAD, WARP), Float16)
+    @property
+    def part_bytes(self) -> int:
+        """What lies between the same elements of neighbouring parts of a tile, but for its first one."""
+        return 2 * self.rows * self.columns * ELEMENT_BYTES
+
+    def load_columns(self, loaded: cute.Tensor, starts: tuple[Int64, Int64], left: Int32) -> None:
+        """Four columns of a row, of up to 32 parts, of which `left` are left; of others 0.
+
+        `starts` are as of `merge_loaded`.
+        """
+        words = cute.recast_tensor(loaded, Uint32)
+        first, others = starts
         for i in range(WARP):
-            slot = part_slot(owner, cutlass.min(first + i, count - 1), may_be_first=i == 0)
-            copy_chunk(chunk_of(self.row(slot, row), column, QUAD), loaded[None, i])
-        values = cute.make_rmem_tensor((QUAD, WARP), Float32)
-        values.store(loaded.load().to(Float32))
-        return values
+            pair = load_words(others if i else first, i * self.part_bytes, QUAD // 2, left, i)
+            for e, word in enumerate(pair):
+                words[e, i] = word
 
     def write_columns(self, tile: QueryTile, line: Int32, acc: cute.Tensor, inverse: Float32) -> None:
         """Write a warp's columns of a line, times `inverse`."""
@@ -238,6 +292,30 @@ class MergedParts(HalfParts):
     def write_lse(self, tile: QueryTile, row: Int32, peak: Float32, total: Float32) -> None:
         """Write a row's log-sum-exp."""
         self.mLSE[tile.batch, 0, tile.first_row + row] = merged_lse(peak, total)
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """What a lane asks for of a part, if there is one.
+
+    Attributes:
+        left: parts that are left; none if that is not positive.
+        target: bytes of shared memory before the part.
+        statistics, lines: addresses of its rows' statistics and of its lines.
+    """
+
+    left: Int32
+    target: Int32
+    statistics: Int64
+    lines: Int64
+
+    @cute.jit
+    def start(self, staged: Staged, arrived: cute.Pointer):
+        """Ask for the part's lines, and for the statistics of their rows."""
+        if self.left > 0:
+            target = staged.start + self.target
+            atoms.bulk_load(target, self.statistics, staged.rows_bytes, arrived)
+            atoms.bulk_load(target + staged.rows_bytes, self.lines, staged.part_bytes - staged.rows_bytes, arrived)
 
 
 @dataclasses.dataclass(frozen=True)

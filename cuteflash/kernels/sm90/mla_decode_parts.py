@@ -29,6 +29,7 @@ from cuteflash.core.convert import round_pair
 from cuteflash.core.fit_half import TOP, bits_of, exponent_of, power_of_two
 from cuteflash.core.split_slots import slot_of
 from cuteflash.core.tile import QueryTile
+from cuteflash.core.views import aligned
 from cuteflash.kernels.common.mla_parts import (
     PAIR,
     Chunk,
@@ -120,6 +121,10 @@ class HalfParts(LatentParts):
                 for i, number in enumerate(numbers):
                     part.out[r, number] = part.out[r, number] * own_factor + chunk[i].to(Float32) * factor
 
+    def see_parts(self) -> None:
+        """What other blocks have stored is copied by this one: the thread's fence lies between the two."""
+        cute.arch.fence_proxy("async.global")
+
     def forget(self, slot: Int32, line: Int32) -> None:
         """Have L2 forget a line of a slot's O, of 128 bytes, which has been read."""
         l2.forget(self.at(slot, Int32(0), line * (l2.LINE // ELEMENT_BYTES)))
@@ -131,7 +136,7 @@ class HalfParts(LatentParts):
         with cute.arch.elect_one():
             self.await_other(owner)
         cute.arch.sync_warp()
-        cute.arch.fence_proxy("async")  # between its stores and the copies
+        cute.arch.fence_proxy("async.global")  # between its stores and the copies
         self.expect(rows * (STATISTICS_BYTES + ROW_BYTES))
         with cute.arch.elect_one():
             atoms.bulk_load(self.beside, self.statistics_at(slot, Int32(0)), rows * STATISTICS_BYTES, self.arrived)
@@ -168,8 +173,10 @@ def fitted_chunk(part: Part, r: int, chunk: Chunk, factor: Float32) -> cute.Tens
 
 
 def statistics_of(place: cute.Pointer) -> cute.Tensor:
-    """A row's statistics."""
-    return cute.make_tensor(cute.recast_ptr(place, dtype=Float32), cute.make_layout(PART_STATISTICS))
+    """A row's statistics, which lie at a multiple of their bytes: else they would be read byte by byte."""
+    return cute.make_tensor(
+        aligned(cute.recast_ptr(place, dtype=Float32), STATISTICS_BYTES), cute.make_layout(PART_STATISTICS)
+    )
 
 
 def halves_of(place: cute.Pointer, size: int) -> cute.Tensor:
