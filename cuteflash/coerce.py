@@ -129,7 +129,7 @@ def check_not_inferred(fp8: object, **descales: object) -> None:
 
 def out_dtype_of(out_dtype: object) -> str | None:
     """The element type of O as an operator takes it, None if none is named."""
-    if out_dtype not in OUT_DTYPES:
+    if not (out_dtype is None or isinstance(out_dtype, torch.dtype)) or out_dtype not in OUT_DTYPES:
         names = ", ".join(map(str, OUT_DTYPES))
         raise TypeError(f"out_dtype is {shown(out_dtype)}; allowed: {names}")
     return OUT_DTYPES[out_dtype]
@@ -257,18 +257,17 @@ def options_of(
     if deterministic is not False:
         deterministic = flag("deterministic", deterministic)
     chunk = 0 if type(attention_chunk) is int and attention_chunk == 0 else chunk_of(attention_chunk)
-    splits = num_splits if type(num_splits) is int and num_splits >= 0 else splits_of(num_splits)
+    splits = num_splits if type(num_splits) is int and 0 <= num_splits < UNBOUNDED else splits_of(num_splits)
     return FwdOptions(softmax_scale, left, right, softcap, pack_gqa, family, deterministic, lengths, chunk, splits)
 
 
 def splits_of(num_splits: int) -> int:
-    """A checked `num_splits`. TypeError: it is not an int; ValueError: it is negative."""
+    """`num_splits` as an operator takes it. TypeError: it is not an int; ValueError: it is negative."""
     if not is_int(num_splits):
         raise TypeError(f"num_splits is {shown(num_splits)}; allowed: {SPLITS}")
-    found = int(num_splits)
-    if found < 0:
+    if num_splits < 0:
         raise ValueError(f"num_splits is {shown(num_splits)}; allowed: {SPLITS}")
-    return found
+    return min(int(num_splits), UNBOUNDED)
 
 
 def check_unsplit(num_splits: int) -> None:

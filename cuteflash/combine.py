@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cuteflash.validate import HALF_DTYPES, REFERENCE_DTYPES
+from cuteflash.validate import HALF_DTYPES, REFERENCE_DTYPES, check_strided
 
 
 def flash_attn_combine(
@@ -44,6 +44,8 @@ def flash_attn_combine(
     if out is not None:
         _check("out", out, dtypes if out_dtype is None else (out_dtype,))
         _check_like("out", out, out_partial, out_partial.shape[1:])
+        if torch.is_grad_enabled() and out.requires_grad:
+            raise ValueError("out requires grad; allowed: a tensor that does not, as it is written to")
     result, lse = _combined(out_partial, lse_partial)
     if out is not None:
         return out.copy_(result), lse
@@ -97,6 +99,7 @@ def _combined(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 def _check(name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; allowed: a torch.Tensor")
+    check_strided(name, tensor)
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}.dtype is {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}")
 

@@ -101,9 +101,12 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
     return result if has_lse else result[0]
 
 
-def refuse_gradient(name: str, implementation: Callable[..., Any], *arguments: Any) -> NoReturn:
-    """Refuse a call that needs a gradient."""
-    raise NotImplementedError(NO_GRADIENT.format(name))
+def refuse_gradient(
+    name: str, tensors: tuple[str, ...], implementation: Callable[..., Any], *arguments: Any
+) -> NoReturn:
+    """Refuse a call that needs a gradient, and name the tensor."""
+    needs_one = next(n for n, x in zip(tensors, arguments, strict=False) if x is not None and x.requires_grad)
+    raise NotImplementedError(f"{needs_one}.requires_grad is True; {NO_GRADIENT.format(name)}")
 
 
 def _register_transforms(library: torch.library.Library, op: OpOverload) -> None:
@@ -131,7 +134,7 @@ def _forward(name: str, returns: Any, cuda: Callable[..., Result], has_lse: bool
         cuda=cuda,
         cpu=functools.partial(_cpu, has_lse=has_lse),
         fake=functools.partial(_fake, has_lse=has_lse),
-        differentiable=functools.partial(refuse_gradient, name),
+        differentiable=functools.partial(refuse_gradient, name, TENSORS),
         transforms=_register_transforms,
     )
 

@@ -185,7 +185,7 @@ def _forward(name: str, returns: Any, cuda: Callable[..., Result], has_lse: bool
         cuda=cuda,
         cpu=functools.partial(_cpu, has_lse=has_lse),
         fake=functools.partial(_fake, has_lse=has_lse),
-        differentiable=functools.partial(refuse_gradient, name),
+        differentiable=functools.partial(refuse_gradient, name, TENSORS),
         transforms=_register_transforms,
     )
 

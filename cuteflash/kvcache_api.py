@@ -19,13 +19,13 @@ from cuteflash.kvcache_planning import Planner
 from cuteflash.kvcache_steps import Step, StepTensors, key_of, steps
 from cuteflash.operators import note_writes
 from cuteflash.schedule_planning import check_metadata_size
-from cuteflash.torch_internals import is_plain_cuda_call
+from cuteflash.torch_internals import is_plain_cuda_call, is_watched
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of_packed
 from cuteflash.validate import holds, reads_values, shown
 from cuteflash.validate_append import AppendInputs, check_append
 from cuteflash.validate_append_values import check_append_values
-from cuteflash.validate_kvcache import KvCacheInputs, check_cache_values, check_kvcache
+from cuteflash.validate_kvcache import KvCacheInputs, check_cache_addresses, check_cache_values, check_kvcache
 from cuteflash.validate_packed import check_vector
 
 checked: Known[bool] = Known()
@@ -237,6 +237,11 @@ def _append_and_attend(
     append = None
     if new.k is not None:
         caches, append = _append(caches, new, options, interleaved)
+    elif not torch.compiler.is_compiling():
+        _check_gradients(caches)
+        if _reads(caches.q) and not is_watched():
+            check_kvcache(caches, options)
+            check_cache_values(caches, complete=reads_values(), lengths="cache_seqlens")
     run = kvcache_fwd_lse_cuda if return_lse else kvcache_fwd_cuda
     operands = caches[:3]
     result: Tensor | tuple[Tensor, Tensor]
@@ -269,9 +274,12 @@ def _append(
     append_options = AppendOptions(interleaved, is_fixed)
     if not torch.compiler.is_compiling():  # a graph that is traced writes nothing, and operators check it as well
         _check_once(caches, inputs, options, append_options)
+    if q.device.type in ("cpu", "cuda") and _is_real(q) and not is_watched():
+        check_cache_addresses(caches)
     if _reads(q):
         check_append_values(inputs, append_options)
-        check_cache_values(caches._replace(seqused_k=lengths_after(begins, k, ends)), complete=reads_values())
+        ended = caches._replace(seqused_k=lengths_after(begins, k, ends))
+        check_cache_values(ended, complete=reads_values(), lengths="cache_seqlens")
     rotated: Tensor | None
     launch = None
     if is_plain_cuda_call(q, k_cache, k):
@@ -288,19 +296,23 @@ def _check_once(
     caches: KvCacheInputs, inputs: AppendInputs, options: FwdOptions, append_options: AppendOptions
 ) -> None:
     """Check what a call looks like, so that nothing is written before an error: calls that look alike only once."""
-    if is_grad_enabled():
-        for name, x in (*caches._asdict().items(), *inputs._asdict().items()):
-            if x is not None and x.requires_grad:
-                raise ValueError(
-                    f"{name} requires grad; allowed: tensors that do not, or a call under torch.no_grad(), as this "
-                    "attention has no gradient"
-                )
+    _check_gradients(caches, inputs)
     if not is_plain_cuda_call(caches.q, caches.k_cache, caches.v_cache):
         _check(caches, inputs, options, append_options)
         return
     call = looks_of(caches), looks_of(inputs[2:4]), looks_of(inputs[7:11]), options, append_options
     if checked.last[0] != call:
         checked.find(call, _check, caches, inputs, options, append_options)
+
+
+def _check_gradients(*inputs: KvCacheInputs | AppendInputs) -> None:
+    if is_grad_enabled():
+        for name, x in (item for given in inputs for item in given._asdict().items()):
+            if x is not None and x.requires_grad:
+                raise ValueError(
+                    f"{name} requires grad; allowed: tensors that do not, or a call under torch.no_grad(), as this "
+                    "attention has no gradient"
+                )
 
 
 def _check(caches: KvCacheInputs, inputs: AppendInputs, options: FwdOptions, append_options: AppendOptions) -> bool:
@@ -336,10 +348,14 @@ def _begins(cache_seqlens: int | Tensor | None, caches: KvCacheInputs) -> Tensor
     """Tokens of each sequence before the call, as the operators take them."""
     if cache_seqlens is None:
         return None
-    shape = caches.q.shape[:1] if caches.cu_seqlens_q is None else (caches.cu_seqlens_q.shape[0] - 1,)
+    whose = caches.q if caches.cu_seqlens_q is None else caches.cu_seqlens_q
+    if not whose.dim() or (whose is not caches.q and (whose.dim() != 1 or holds(whose.shape[0] == 0))):
+        shape = None  # there is no batch: the checks of all tensors say so
+    else:
+        shape = (whose.shape[0] - (whose is not caches.q),)
     if isinstance(cache_seqlens, Tensor):
         check_vector("cache_seqlens", cache_seqlens, caches.q.device)
-        if holds(cache_seqlens.shape[0] != shape[0]):
+        if shape is not None and holds(cache_seqlens.shape[0] != shape[0]):
             raise ValueError(f"cache_seqlens.shape is {tuple(cache_seqlens.shape)}; allowed: {tuple(shape)}, the batch")
         return cache_seqlens
     if not is_int(cache_seqlens):
@@ -348,7 +364,7 @@ def _begins(cache_seqlens: int | Tensor | None, caches: KvCacheInputs) -> Tensor
         most = caches.capacity
         if not 0 <= cache_seqlens <= most:
             raise ValueError(f"cache_seqlens is {shown(cache_seqlens)}; allowed: 0 to {most}, the rows of an entry")
-    return torch.full(shape, int(cache_seqlens), dtype=torch.int32, device=caches.q.device)
+    return torch.full(shape or (0,), int(cache_seqlens), dtype=torch.int32, device=caches.q.device)
 
 
 def _length_class(caches: KvCacheInputs, max_seqlen_q: object) -> LengthClass | None:
@@ -359,7 +375,7 @@ def _length_class(caches: KvCacheInputs, max_seqlen_q: object) -> LengthClass | 
         kind = ValueError if is_int(max_seqlen_q) else TypeError
         raise kind(f"max_seqlen_q is {shown(max_seqlen_q)}; allowed: None, an int of 0 or more")
     ends, table = caches.cu_seqlens_q, caches.page_table
-    if ends is None or torch.compiler.is_compiling() or caches.k_cache.dim() != 4:
+    if ends is None or torch.compiler.is_compiling() or caches.k_cache.dim() != 4 or not caches.q.dim():
         return None
     if ends.dim() != 1 or ends.shape[0] < 2 or (table is not None and table.dim() != 2):
         return None
@@ -368,8 +384,13 @@ def _length_class(caches: KvCacheInputs, max_seqlen_q: object) -> LengthClass | 
     return length_class_of_packed(caches.q.shape[0], batch * keys, batch, longest, keys)
 
 
+def _is_real(q: Tensor) -> bool:
+    """Whether this is no call that is traced."""
+    return not torch.compiler.is_compiling() and type(q) is Tensor
+
+
 def _reads(q: Tensor) -> bool:
     """Whether the values of small tensors are checked before anything is written."""
-    if torch.compiler.is_compiling() or type(q) is not Tensor:
+    if not _is_real(q):
         return False
     return q.device.type == "cpu" or (reads_values() and q.device.type == "cuda")

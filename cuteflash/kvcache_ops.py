@@ -28,8 +28,14 @@ from cuteflash.reference import flash_attention_2
 from cuteflash.schedule_planning import check_metadata_size
 from cuteflash.torch_internals import OpOverload
 from cuteflash.transforms import one_by_one, register_autocast
-from cuteflash.validate import check_alignments, lse_dtype, reads_values
-from cuteflash.validate_kvcache import KvCacheInputs, check_cache_values, check_kvcache, key_spans
+from cuteflash.validate import lse_dtype, reads_values
+from cuteflash.validate_kvcache import (
+    KvCacheInputs,
+    check_cache_addresses,
+    check_cache_values,
+    check_kvcache,
+    key_spans,
+)
 
 TENSORS = KvCacheInputs._fields
 
@@ -52,7 +58,7 @@ class CudaForward:
         q, k, v = inputs[:3]
         addresses, metadata = q.data_ptr() | k.data_ptr() | v.data_ptr(), inputs.scheduler_metadata
         if (addresses if metadata is None else addresses | metadata.data_ptr()) & ALIGNMENT_MASK:
-            _check_alignment(inputs)
+            check_cache_addresses(inputs)
         if reads_values():
             check_cache_values(inputs, complete=True)
         return launch(inputs)
@@ -67,11 +73,6 @@ class CudaForward:
     def plan(self, inputs: KvCacheInputs, options: tuple[Any, ...]) -> Callable[[KvCacheInputs], Result]:
         """A new launch."""
         return self.planner.launch(inputs, FwdOptions(*options))
-
-
-def _check_alignment(inputs: KvCacheInputs) -> None:
-    given = {name: getattr(inputs, name) for name in (*TENSORS[:3], "scheduler_metadata")}
-    check_alignments({name: x for name, x in given.items() if x is not None})
 
 
 def _check(*arguments: Any) -> None:
@@ -95,7 +96,7 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
     _check(*arguments)
     *tensors, options = arguments
     inputs = KvCacheInputs(*tensors)
-    _check_alignment(inputs)
+    check_cache_addresses(inputs)
     check_metadata_size(inputs.scheduler_metadata, 0)
     check_cache_values(inputs, complete=reads_values())
     q = inputs.q

@@ -115,6 +115,8 @@ def key_of(tensors: StepTensors, settings: tuple[Any, ...], window: object) -> t
         return None
     try:
         addresses = q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
+        if tensors.scheduler_metadata is not None:
+            addresses |= tensors.scheduler_metadata.data_ptr()
         if k is not None:
             addresses |= k.data_ptr() | v.data_ptr()
             if k.is_neg() or v.is_neg():

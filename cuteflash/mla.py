@@ -9,10 +9,12 @@ from torch import Tensor, is_grad_enabled
 
 from cuteflash.append import append_kv
 from cuteflash.coerce import check_family, flag, is_int, not_tensors, number, splits_of
+from cuteflash.limits import can_read
 from cuteflash.mla_ops import mla_decode, mla_decode_cuda
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
-from cuteflash.validate import FP8_DTYPES, SCALES, shown
+from cuteflash.validate import REFERENCE_DTYPES, SCALES, check_strided, check_strides, holds, shown
+from cuteflash.validate_fp8 import check_descale_values
 from cuteflash.validate_mla import (
     LATENT_DIM,
     ROPE_DIM,
@@ -127,6 +129,8 @@ def flash_mla_decode(
             raise not_tensors(**{name: optional})
     if not is_int(head_dim_v):
         raise TypeError(f"head_dim_v is {shown(head_dim_v)}; allowed: {LATENT_DIM}")
+    if head_dim_v != LATENT_DIM:
+        raise ValueError(f"head_dim_v is {shown(head_dim_v)}; allowed: {LATENT_DIM}")
     scale = None if softmax_scale is None else number("softmax_scale", softmax_scale, SCALES)
     check_family(family)
     options = MlaOptions(int(head_dim_v), scale, flag("causal", causal), splits_of(num_splits), family)
@@ -201,15 +205,23 @@ def append_latents(
         rows = rows.unsqueeze(2)
     check_row_format("kv_cache", kv_cache)
     for name, x in (("kv_cache", kv_cache), ("rows", rows)):
+        check_strided(name, x)
         if x.dim() != 4 or tuple(x.shape[2:]) != (1, ROW_DIM):
             raise ValueError(f"{name}.shape is {tuple(x.shape)}; allowed: (.., .., 1, {ROW_DIM})")
         if is_grad_enabled() and x.requires_grad:
             raise ValueError(f"{name} requires grad; allowed: tensors that do not, or a call under torch.no_grad()")
+        check_strides(name, x)
+    if rows.device != kv_cache.device:
+        raise ValueError(f"rows.device is {rows.device}; allowed: {kv_cache.device}, that of kv_cache")
+    if page_table is not None and holds(kv_cache.shape[1] == 0):
+        raise ValueError("kv_cache.shape[1] (page_size) is 0; allowed: 1 or more")
     check_descale(descale, kv_cache, rows.shape[0])
     if descale is None and rows.dtype != kv_cache.dtype:
         raise TypeError(f"rows.dtype is {rows.dtype}; allowed: {kv_cache.dtype}, that of kv_cache")
-    if descale is not None and rows.dtype in FP8_DTYPES:
+    if descale is not None and rows.dtype not in REFERENCE_DTYPES:
         raise TypeError(f"rows.dtype is {rows.dtype}; allowed: 16-bit rows, which are divided by descale")
+    if descale is not None and can_read(descale):
+        check_descale_values({"descale": descale})
     # A row is 9 heads of a cache whose K and V are the halves of a head's 64 columns: one launch writes all of it.
     (k_cache, v_cache), (k, v) = (x.squeeze(2).unflatten(2, (PIECES, -1)).chunk(2, dim=3) for x in (kv_cache, rows))
     scales = None if descale is None else descale.reshape(-1, 1).expand(rows.shape[0], PIECES)

@@ -12,7 +12,7 @@ from cuteflash.mla_prefill_ops import mla_prefill, mla_prefill_cuda
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.validate import SCALES
 from cuteflash.validate_mla_prefill import PrefillInputs, PrefillOptions, check_prefill
-from cuteflash.validate_packed import check_longest
+from cuteflash.validate_packed import check_limits
 
 
 class Options(TypedDict, total=False):
@@ -129,5 +129,5 @@ def _with_lengths(inputs: PrefillInputs, options: PrefillOptions, limits: dict[s
         raise ValueError(f"{name} is given without cu_seqlens_q; allowed: None, as all sequences have one length")
     if can_read(ends):
         check_prefill(inputs, options)
-        check_longest(inputs.packed(inputs.k), limits)
+        check_limits(inputs.packed(inputs.k), limits)
     return options._replace(lengths=class_of_limits(inputs.q, inputs.k, ends, known["q"], known["k"]))

@@ -39,7 +39,7 @@ from cuteflash.paged_api import attend_paged, check_optional, paged_inputs, refu
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
 from cuteflash.validate_fp8_packed import Fp8PackedInputs, check_fp8_packed
-from cuteflash.validate_packed import PackedInputs, check_longest, check_packed
+from cuteflash.validate_packed import PackedInputs, check_limits, check_packed
 from cuteflash.validate_quantize import check_fp8_packed_inference
 
 KV_SCALES = ("k_descale", "v_descale")  # that e4m3 pages have, too
@@ -286,7 +286,7 @@ def _attend_half(
     """A call with 16-bit tensors."""
     if limits:
         check_packed(inputs, options)
-        check_longest(inputs, limits)
+        check_limits(inputs, limits)
     result: Tensor | tuple[Tensor, Tensor]
     if sinks is not None:
         result = (varlen_fwd_lse if return_lse else varlen_fwd)(*inputs, *with_sinks(options, sinks))
@@ -305,7 +305,7 @@ def _attend_fp8(
     """A call with 8-bit operands; `limits`, if not empty, are compared with the lengths."""
     if limits:
         check_fp8_packed(inputs, options)
-        check_longest(inputs.packed, limits)
+        check_limits(inputs.packed, limits)
     result: Tensor | tuple[Tensor, Tensor] = (fp8_varlen_fwd_lse if return_lse else fp8_varlen_fwd)(*inputs, *options)
     return result
 
@@ -316,7 +316,7 @@ def _quantise_and_attend(
     """A call with 16-bit tensors through FP8; `limits` as for `_attend_fp8`."""
     if limits:
         check_fp8_packed_inference(inputs, options)
-        check_longest(inputs, limits)
+        check_limits(inputs, limits)
     run = fp8_varlen_inference_lse if return_lse else fp8_varlen_inference
     result: Tensor | tuple[Tensor, Tensor] = run(*inputs, *options)
     return result

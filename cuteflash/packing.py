@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cuteflash.api import Options, flash_attn_func
-from cuteflash.coerce import not_tensors
-from cuteflash.limits import Longest
+from cuteflash.coerce import is_int, not_tensors
+from cuteflash.limits import Longest, can_read
 from cuteflash.packed_api import VarlenOptions, flash_attn_varlen_func
+from cuteflash.torch_internals import is_watched
+from cuteflash.validate import check_strided, holds, shown
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -164,14 +166,27 @@ def unpad_input(
         The tokens, (total, ...); the place of each in the flattened batch, (total,) int64; cu_seqlens, (batch + 1,)
         int32; the greatest length, with the tokens that only keep their place; seqused, (batch,) int32, how many of
         each sequence's tokens count.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: an argument that is no tensor, or of another shape, device or kind.
     """
-    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
-        if mask is not None and mask.shape != hidden_states.shape[:2]:
+    _check_kind("hidden_states", hidden_states)
+    if hidden_states.dim() < 2:
+        raise ValueError(f"hidden_states.shape is {tuple(hidden_states.shape)}; allowed: (batch, seqlen, ...)")
+    masks = {"attention_mask": attention_mask} | ({} if unused_mask is None else {"unused_mask": unused_mask})
+    for name, mask in masks.items():
+        _check_kind(name, mask)
+        if mask.shape != hidden_states.shape[:2]:
             allowed = tuple(hidden_states.shape[:2])
-            raise ValueError(f"{name}.shape is {tuple(mask.shape)}; allowed: {allowed}, (batch, seqlen)")
-    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+            raise ValueError(
+                f"{name}.shape is {tuple(mask.shape)}; allowed: {allowed}, (batch, seqlen) of hidden_states"
+            )
+        if mask.device != hidden_states.device:
+            raise ValueError(f"{name}.device is {mask.device}; allowed: {hidden_states.device}, that of hidden_states")
+    counts = attention_mask.bool()
+    kept = counts if unused_mask is None else counts | unused_mask.bool()
     lengths = kept.sum(dim=-1, dtype=torch.int32)
-    used = attention_mask.sum(dim=-1, dtype=torch.int32)
+    used = counts.sum(dim=-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if lengths.numel() else 0
@@ -179,9 +194,42 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The inverse of `unpad_input`: a batch (batch, seqlen, ...) with tokens (total, ...) at `indices`, else zeros."""
+    """The inverse of `unpad_input`: a batch (batch, seqlen, ...) with tokens (total, ...) at `indices`, else zeros.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: an argument of another type, shape, dtype, device or kind. Whether
+            the indices are places of the batch is only checked on a CPU.
+    """
+    for name, number in (("batch", batch), ("seqlen", seqlen)):
+        if not isinstance(number, torch.SymInt) and (not is_int(number) or number < 0):
+            wrong = ValueError if is_int(number) else TypeError
+            raise wrong(f"{name} is {shown(number)}; allowed: an int of 0 or more")
+    _check_kind("hidden_states", hidden_states)
+    _check_kind("indices", indices)
+    if indices.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"indices.dtype is {indices.dtype}; allowed: torch.int64, torch.int32")
+    if not hidden_states.dim():
+        raise ValueError("hidden_states.shape is (); allowed: (total, ...)")
+    if indices.dim() != 1 or holds(indices.shape[0] != hidden_states.shape[0]):
+        allowed = f"({hidden_states.shape[0]},), one for each row of hidden_states"
+        raise ValueError(f"indices.shape is {tuple(indices.shape)}; allowed: {allowed}")
+    if indices.device != hidden_states.device:
+        raise ValueError(f"indices.device is {indices.device}; allowed: {hidden_states.device}, that of hidden_states")
+    if indices.device.type == "cpu" and indices.numel() and can_read(indices) and not is_watched():
+        first, last = (int(x) for x in indices.aminmax())
+        if first < 0 or last >= batch * seqlen:
+            raise ValueError(
+                f"indices go from {first} to {last}; allowed: 0 to {batch * seqlen - 1}, batch * seqlen - 1"
+            )
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
-    return padded.index_copy(0, indices, hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
+    return padded.index_copy(0, indices.long(), hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
+
+
+def _check_kind(name: str, tensor: object) -> None:
+    """Raise if an argument is not a plain tensor."""
+    if not isinstance(tensor, Tensor):
+        raise not_tensors(**{name: tensor})
+    check_strided(name, tensor)
 
 
 def _parts(name: str, tensor: Tensor, dims: tuple[str, ...]) -> tuple[Tensor, ...]:

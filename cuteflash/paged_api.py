@@ -11,8 +11,8 @@ from cuteflash.kvcache_ops import kvcache_fwd, kvcache_fwd_cuda, kvcache_fwd_lse
 from cuteflash.limits import Longest, can_read, known_limit
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.length_class import length_class_of_packed
-from cuteflash.validate import shown
-from cuteflash.validate_kvcache import KvCacheInputs, check_kvcache
+from cuteflash.validate import reads_values, shown
+from cuteflash.validate_kvcache import KvCacheInputs, check_cache_values, check_kvcache
 from cuteflash.validate_packed import PackedInputs, check_longest, check_vector
 
 
@@ -71,6 +71,7 @@ def attend_paged(
     assert cu_seqlens_q is not None
     if any(limit is not None for limit in limits.values()) and can_read(cu_seqlens_q):
         check_kvcache(inputs, options)
+        check_cache_values(inputs, complete=reads_values())
         check_longest(PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_q, seqused_k=seqused_k), limits)
     result: Tensor | tuple[Tensor, Tensor]
     if is_plain_cuda_call(q, k, v) and not (is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):

@@ -118,10 +118,9 @@ def quantize_qkv(
         raise not_tensors(**tensors)
     if not isinstance(granularity, str):
         raise TypeError(f"granularity is {shown(granularity)}; allowed: {', '.join(map(repr, GRANULARITIES))}")
-    if hadamard is not None and not is_int(hadamard):
-        raise TypeError(f"hadamard is {shown(hadamard)}; allowed: None, {', '.join(map(str, HADAMARD_BLOCKS))}")
+    _check_block(hadamard)
     transpose_v, smooth_v = flag("transpose_v", transpose_v), flag("smooth_v", smooth_v)
-    if dtype not in FP8_NAMES:
+    if not isinstance(dtype, torch.dtype) or dtype not in FP8_NAMES:
         raise TypeError(f"dtype is {shown(dtype)}; allowed: {', '.join(map(str, FP8_NAMES))}")
     options = QuantizeOptions(
         granularity,
@@ -148,6 +147,15 @@ def quantize_qkv(
         v_descale=computed[2] if v_descale is None else v_descale,
         v_mean=mean if smooth_v else None,
     )
+
+
+def _check_block(hadamard: object) -> None:
+    """Raise if `hadamard` is not an int that an operator may be given; the operators check which one."""
+    allowed = f"allowed: None, {', '.join(map(str, HADAMARD_BLOCKS))}"
+    if hadamard is not None and not is_int(hadamard):
+        raise TypeError(f"hadamard is {shown(hadamard)}; {allowed}")
+    if hadamard is not None and not 0 <= hadamard <= max(HADAMARD_BLOCKS):  # type: ignore[operator]
+        raise ValueError(f"hadamard is {shown(hadamard)}; {allowed}")
 
 
 def _is_packed(vectors: Mapping[str, Tensor | None]) -> bool:

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from cuteflash.coerce import UNBOUNDED_WINDOW, Window, chunk_of, is_int, options_of, splits_of
+from cuteflash.limits import can_read
 from cuteflash.planning import DTYPE_NAMES
-from cuteflash.problem import HEAD_DIM_MAX, HEAD_DIM_STEP
+from cuteflash.problem import HEAD_DIM_MAX, HEAD_DIM_STEP, LENGTH_MAX
 from cuteflash.schedule_ops import split_schedule
 from cuteflash.schedule_problem import ScheduleOptions
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of_packed
-from cuteflash.validate import HALF_DTYPES, REFERENCE_DTYPES, holds, reads_values, shown
+from cuteflash.validate import HALF_DTYPES, REFERENCE_DTYPES, holds, shown
 from cuteflash.validate_packed import check_ends, check_vector
 
 
@@ -101,7 +102,7 @@ def get_scheduler_metadata(
         seqused_k = cache_seqlens + cu_seqlens_k_new.diff()
     elif max_seqlen_k_new:
         seqused_k = cache_seqlens + max_seqlen_k_new
-    if not torch.compiler.is_compiling() and (seqused_k.device.type == "cpu" or reads_values()):
+    if can_read(seqused_k):
         _check_values(seqused_k, cu_seqlens_q, options)
     metadata: Tensor = split_schedule(seqused_k, cu_seqlens_q, cache_leftpad, *options)
     return metadata
@@ -112,7 +113,7 @@ def _check_number(name: str, value: object) -> None:
         allowed = f"multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}"
         is_right = is_int(value) and HEAD_DIM_STEP <= value <= HEAD_DIM_MAX and value % HEAD_DIM_STEP == 0  # type: ignore[operator]
     else:
-        allowed, is_right = "an int of 0 or more", is_int(value) and value >= 0  # type: ignore[operator]
+        allowed, is_right = f"an int, 0 to {LENGTH_MAX}", is_int(value) and 0 <= value <= LENGTH_MAX  # type: ignore[operator]
     if not is_right:
         raise (ValueError if is_int(value) else TypeError)(f"{name} is {shown(value)}; allowed: {allowed}")
 

@@ -178,6 +178,11 @@ def is_seen() -> Any:
     )
 
 
+def is_watched() -> bool:
+    """`is_seen`; True if that is unknown."""
+    return not KNOWS_MODES or bool(is_seen())
+
+
 def _is_plain_cuda_call(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the dispatcher would take a call straight to autograd and the CUDA implementation, which costs it 3 us.
 

@@ -158,4 +158,4 @@ def check_descale_values(descales: Mapping[str, Tensor]) -> None:
         wrong = ~((tensor > 0) & tensor.isfinite())
         if wrong.any():
             place = wrong.nonzero()[0].tolist()
-            raise ValueError(f"{name}{place} is {tensor[tuple(place)].item()}; allowed: positive, finite numbers")
+            raise ValueError(f"{name}{place or ''} is {tensor[tuple(place)].item()}; allowed: positive, finite numbers")

@@ -12,6 +12,7 @@ from cuteflash.problem import HEAD_DIM_STEP, LENGTH_MAX, PACK_GQA_MAX, TREE_TOKE
 from cuteflash.validate import (
     DIMS,
     PACKED_DIMS,
+    check_alignments,
     check_head_dim,
     check_kind,
     check_options,
@@ -224,11 +225,18 @@ def _check_capacity(inputs: KvCacheInputs, pack_gqa: bool | None) -> None:
             raise ValueError(f"{name} is {length}; allowed: up to {LENGTH_MAX}")
 
 
-def check_cache_values(inputs: KvCacheInputs, *, complete: bool) -> None:
+def check_cache_addresses(inputs: KvCacheInputs) -> None:
+    """Raise ValueError if a tensor that is read in pieces of 16 bytes does not begin on such a boundary."""
+    given = {name: getattr(inputs, name) for name in ("q", "k_cache", "v_cache", "scheduler_metadata")}
+    check_alignments({name: x for name, x in given.items() if x is not None})
+
+
+def check_cache_values(inputs: KvCacheInputs, *, complete: bool, lengths: str = "seqused_k") -> None:
     """Raise ValueError, naming the sequence, if vectors or table do not describe sequences of these caches. Reads them.
 
     Args:
         complete: the sequences have to reach the end of q; otherwise rows may follow the last one.
+        lengths: what the caller calls `seqused_k`.
     """
     if inputs.is_e4m3:
         names = ("k_descale", "v_descale")
@@ -244,7 +252,7 @@ def check_cache_values(inputs: KvCacheInputs, *, complete: bool) -> None:
         if not 0 <= entry < inputs.entries:
             raise ValueError(f"cache_batch_idx[{i}] is {entry}; allowed: 0 to {inputs.entries - 1}")
         if not 0 <= end <= inputs.capacity:
-            raise ValueError(f"seqused_k[{i}] is {end}; allowed: 0 to {inputs.capacity}, the rows of a cache entry")
+            raise ValueError(f"{lengths}[{i}] is {end}; allowed: 0 to {inputs.capacity}, the rows of a cache entry")
         if not 0 <= begin <= end:
             raise ValueError(f"cache_leftpad[{i}] is {begin}; allowed: 0 to {end}, the end of sequence {i}")
         if inputs.page_table is not None:

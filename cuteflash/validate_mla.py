@@ -26,6 +26,7 @@ from cuteflash.validate import (
     check_strides,
     holds,
 )
+from cuteflash.validate_fp8 import check_descale_values
 from cuteflash.validate_kvcache import check_table
 from cuteflash.validate_packed import check_vector
 
@@ -176,7 +177,12 @@ def _check_lengths(inputs: MlaInputs) -> None:
 
 
 def check_mla_values(inputs: MlaInputs) -> None:
-    """Raise ValueError, naming the sequence, if a length exceeds its cache or a page does not exist. Reads both."""
+    """Raise ValueError, naming the sequence, if a length exceeds its cache or a page does not exist. Reads both.
+
+    Also if a descale is not a positive finite number.
+    """
+    if inputs.descale is not None:
+        check_descale_values({"descale": inputs.descale})
     pages, page_size = inputs.kv_cache.shape[:2]
     for i, length in enumerate(inputs.cache_seqlens.tolist()):
         if not 0 <= length <= inputs.capacity:

@@ -17,6 +17,7 @@ from cuteflash.validate import (
     check_statistics,
     check_strided,
     holds,
+    reads_values,
 )
 
 
@@ -142,6 +143,12 @@ def check_ends(name: str, ends: list[int], side: str, rows: int, *, complete: bo
     if ends[-1] > rows or (complete and ends[-1] != rows):
         allowed = f"{rows}, that is {side}.shape[0]" if complete else f"up to {rows}, {side}.shape[0]"
         raise ValueError(f"{name}[-1] is {ends[-1]}, the end of sequence {len(ends) - 2}; allowed: {allowed}")
+
+
+def check_limits(inputs: PackedInputs, limits: Mapping[str, int | Tensor | None]) -> None:
+    """Raise ValueError if the vectors of checked tensors are wrong, or a limit of the lengths too small. Reads them."""
+    check_values(inputs, complete=reads_values())
+    check_longest(inputs, limits)
 
 
 def check_longest(inputs: PackedInputs, limits: Mapping[str, int | Tensor | None]) -> None:

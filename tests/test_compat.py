@@ -57,6 +57,7 @@ BERT_PADDING: dict[str, dict[str, Any]] = {
     "index_put_first_axis": {"values": REQUIRED, "indices": REQUIRED, "first_axis_dim": REQUIRED},
     "pad_input": dict.fromkeys(("hidden_states", "indices", "batch", "seqlen"), REQUIRED),
     "unpad_input": {"hidden_states": REQUIRED, "attention_mask": REQUIRED, "unused_mask": None},
+    "unpad_input_for_concatenated_sequences": {"hidden_states": REQUIRED, "attention_mask_in_length": REQUIRED},
 }
 TAIL_3 = {
     "window_size": WINDOW,

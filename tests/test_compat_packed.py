@@ -142,6 +142,14 @@ def test_padding_there_and_back() -> None:
     assert torch.equal(bert_padding.pad_input(rows, indices, 2, 4), hidden * mask[..., None])
 
 
+def test_rows_of_several_sequences_are_unpadded() -> None:
+    hidden = torch.randn(3, 6, 2)
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    rows, indices, cu_seqlens, longest = bert_padding.unpad_input_for_concatenated_sequences(hidden, lengths)
+    assert torch.equal(rows, torch.cat((hidden[0, :5], hidden[2]))) and indices.tolist() == [*range(5), *range(12, 18)]
+    assert cu_seqlens.tolist() == [0, 2, 5, 11] and cu_seqlens.dtype == torch.int32 and longest == 6
+
+
 @pytest.mark.parametrize("module", [flash_attn, flash_attn_interface])
 def test_gradients(module: Any) -> None:
     """Those of the public functions, also through a padded head dim."""

@@ -164,6 +164,32 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "limit": (decode(max_seqlen_q=-1), ValueError, "max_seqlen_q is -1"),
     "scale": (decode(softmax_scale=-1.0), ValueError, "softmax_scale"),
     "flag": (decode(rotary_interleaved=1), TypeError, "rotary_interleaved"),
+    "q between two boundaries": (
+        decode(q=torch.randn(1 + 2 * 1 * 4 * 16)[1:].view(2, 1, 4, 16), rotary_cos=None, rotary_sin=None),
+        ValueError,
+        r"q.data_ptr\(\)",
+    ),
+    "packed q of no dimension": (
+        paged(q=torch.zeros(()), cu_seqlens_q=torch.tensor([0, 1, 2], dtype=torch.int32), max_seqlen_q=1),
+        ValueError,
+        "q has 0 dimensions",
+    ),
+    "q of no dimension": (decode(q=torch.zeros(())), ValueError, "q has 0 dimensions"),
+    "ends of no dimension": (
+        paged(q=torch.zeros(2, 4, 16), cu_seqlens_q=torch.tensor(0, dtype=torch.int32)),
+        ValueError,
+        "cu_seqlens_q has 0",
+    ),
+    "ends of two dimensions": (
+        paged(q=torch.zeros(2, 4, 16), cu_seqlens_q=torch.zeros(1, 3, dtype=torch.int32)),
+        ValueError,
+        "cu_seqlens_q has 2",
+    ),
+    "no ends": (
+        paged(q=torch.zeros(2, 4, 16), cu_seqlens_q=torch.zeros(0, dtype=torch.int32)),
+        ValueError,
+        r"cu_seqlens_q.shape is \(0,\)",
+    ),
 }
 
 
@@ -176,6 +202,27 @@ def test_bad_input_is_named_and_leaves_the_caches_alone(name: str) -> None:
         cuteflash.flash_attn_with_kvcache(**given)
     for cache, saved in zip(caches, before, strict=True):
         assert not isinstance(cache, Tensor) or torch.equal(cache, saved)
+
+
+@pytest.mark.parametrize("length", [-1, 21])
+def test_a_length_is_named_as_the_argument_that_it_came_with(length: int) -> None:
+    lengths = torch.tensor([5, length], dtype=torch.int32)
+    with pytest.raises(ValueError, match=rf"^cache_seqlens\[1\] is {length}; allowed: 0 to 20"):
+        cuteflash.flash_attn_with_kvcache(
+            torch.randn(2, 1, 4, 16), *torch.zeros(2, 2, 20, 2, 16), cache_seqlens=lengths
+        )
+
+
+def test_a_cache_that_requires_grad_is_refused_in_one_way() -> None:
+    q, (k_cache, v_cache) = torch.randn(2, 1, 4, 16), torch.zeros(2, 2, 20, 2, 16)
+    with pytest.raises(ValueError, match="k_cache requires grad"):
+        cuteflash.flash_attn_with_kvcache(q, k_cache.requires_grad_(), v_cache)
+
+
+def test_a_limit_of_splits_may_be_any_int() -> None:
+    given = decode(num_splits=10**30)
+    expected = cuteflash.flash_attn_with_kvcache(**decode())
+    torch.testing.assert_close(cuteflash.flash_attn_with_kvcache(**given), expected, rtol=0, atol=0)
 
 
 def test_tensors_that_require_grad_are_taken_without_gradients() -> None:

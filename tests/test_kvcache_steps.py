@@ -120,6 +120,7 @@ def test_settings_of_another_type_are_not_those_of_a_known_call(launches: list[L
 BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "odd address of a cache": (lambda: {"k_cache": half(1 + 2 * 20 * 2 * 16)[1:].view(2, 20, 2, 16)}, ValueError, "^k"),
     "odd address of new tokens": (lambda: {"v": half(1 + 2 * 2 * 16)[1:].view(2, 1, 2, 16)}, ValueError, r"^v\."),
+    "odd address of queries": (lambda: {"q": half(1 + 2 * 4 * 16)[1:].view(2, 1, 4, 16)}, ValueError, r"^q\."),
     "strides of a cache": (lambda: {"v_cache": half(2, 20, 16, 2).transpose(2, 3)}, ValueError, "v_cache.stride"),
     "batch of a cache": (lambda: {"k_cache": half(3, 20, 2, 16), "v_cache": half(3, 20, 2, 16)}, ValueError, "k_"),
     "another dtype": (lambda: {"q": half(2, 1, 4, 16).half()}, TypeError, "k_cache.dtype"),
@@ -194,3 +195,13 @@ def test_modes_see_a_known_call(launches: list[Launch]) -> None:
     with Seen() as seen:
         flash_attn_with_kvcache(**step())
     assert seen.names == ["cuteflash.append_kv.default", "cuteflash.kvcache_fwd.default"] and len(launches) == count
+
+
+def test_metadata_that_begin_between_two_boundaries_go_the_long_way(launches: list[Launch]) -> None:
+    def has_key(metadata: Tensor) -> bool:
+        names = dict.fromkeys(kvcache_steps.StepTensors._fields) | step() | {"scheduler_metadata": metadata}
+        del names["causal"]
+        return kvcache_steps.key_of(kvcache_steps.StepTensors(**names), (None, True), None) is not None
+
+    whole = torch.zeros(9, dtype=torch.int32)
+    assert has_key(whole[:8]) and not has_key(whole[1:])

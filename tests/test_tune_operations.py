@@ -26,7 +26,17 @@ from cuteflash.traits.sm80 import ADDRESS_REGS, FwdTraitsSm80
 from cuteflash.traits.tables import row_sets, tables_of
 from cuteflash.traits.values import field_types, literals
 from cuteflash.tune.cells import Cell, parse_cell
-from cuteflash.tune.operations import FORMS, SPECS, TASKS, Task, enumerate_traits, made_for, task_of
+from cuteflash.tune.operations import (
+    FORMS,
+    SPECS,
+    SWEPT,
+    TASKS,
+    Task,
+    enumerate_traits,
+    made_for,
+    swept_kernel,
+    task_of,
+)
 
 HEAD_DIMS = [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 TARGETS: tuple[tuple[str, Family], ...] = (("sm_80", "sm80"), ("sm_90a", "sm80"), ("sm_90a", "sm90"))
@@ -287,3 +297,8 @@ def test_unknown_families_are_named() -> None:
         next(enumerate_traits("fwd", "sm70", 64, 64))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"family is 'sm80'; allowed for fwd e4m3: sm90"):
         next(enumerate_traits("fwd e4m3", "sm80", 64, 64))
+
+
+def test_a_sweep_offers_each_kernel_once() -> None:
+    assert len(set(SWEPT)) == len(SWEPT)
+    assert {swept_kernel(name)[0] for name in SWEPT} >= {"fwd", "bwd", "mla"}

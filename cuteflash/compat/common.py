@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cuteflash import kvcache_api
-from cuteflash.problem import HEAD_DIM_STEP
+from cuteflash.problem import HEAD_DIM_MAX, HEAD_DIM_STEP
 from cuteflash.validate import FP8_DTYPES
 
 
@@ -73,16 +74,18 @@ def attend_cached(
 
 def _contiguous_rows(x: Any) -> Any:
     """A tensor with a contiguous last dimension; what is not one is left to the function's own check."""
-    return x.contiguous() if isinstance(x, Tensor) and x.dim() and x.stride(-1) != 1 else x
+    if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided or not x.dim():
+        return x
+    return x.contiguous() if x.stride(-1) != 1 else x
 
 
 def _padding(tensors: Sequence[Tensor]) -> int:
-    """Columns that bring the head dim to a multiple of 8; 0 for head dims that differ, which are not made equal."""
+    """Columns that bring the head dim to a multiple of 8; 0 for those that are not supported, and if they differ."""
     if any(isinstance(x, Tensor) and x.dtype in FP8_DTYPES for x in tensors):
         return 0
     dims = {x.shape[-1] if isinstance(x, Tensor) and x.dim() else None for x in tensors}
     dim = dims.pop()
-    return 0 if dims or dim is None else -dim % HEAD_DIM_STEP
+    return 0 if dims or dim is None or dim > HEAD_DIM_MAX else -dim % HEAD_DIM_STEP
 
 
 def window_of_others(window_size: Any) -> Any:

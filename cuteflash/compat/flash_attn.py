@@ -10,6 +10,8 @@ What differs:
 - With `return_attn_probs=True` the third result, `S_dmask`, is None: FlashAttention-2 fills it under dropout only.
 - The log-sum-exp of a query that sees no key is -inf, not inf, and it is differentiable.
 - CPU tensors run the reference.
+- Errors name what has another name in cuteflash by that: `block_table` is its page_table, `return_attn_probs` and
+  `return_softmax_lse` are its return_lse.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ What differs:
 - The log-sum-exp is differentiable.
 - `s_aux`, attention sinks, which forks of FlashAttention-3 have, and their gradient.
 - CPU tensors run the reference.
+- Errors name what has another name in cuteflash by that: `s_aux` is its sinks, `return_attn_probs` and
+  `return_softmax_lse` are its return_lse.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from cuteflash import mla
 from cuteflash.coerce import is_int, not_tensors
 from cuteflash.compat.common import window_of_others
 from cuteflash.unsupported import ZERO, refuse
-from cuteflash.validate import reads_values, shown
+from cuteflash.validate import check_same_device, check_strided, holds, reads_values, shown
 from cuteflash.validate_mla import LATENT_DIM, ROPE_DIM
 from cuteflash.validate_packed import check_ends, check_vector, differences
 
@@ -63,12 +63,19 @@ def attend_latent(
     for name, x in (("q", q), ("k", k), ("v", v), ("qv", qv)):
         if not isinstance(x, Tensor):
             raise not_tensors(**{name: x})
+        check_strided(name, x)
     widths = [x.shape[-1] if x.dim() else 0 for x in (q, k, v, qv)]
     if widths != [ROPE_DIM, ROPE_DIM, LATENT_DIM, LATENT_DIM]:
         raise NotImplementedError(
             f"qv is a tensor of {widths[3]} columns with q, k and v of {widths[0]}, {widths[1]} and {widths[2]}; "
             f"cuteflash supports qv and v of {LATENT_DIM} columns with q and k of {ROPE_DIM}, latent attention"
         )
+    if qv.dtype != q.dtype:
+        raise TypeError(f"qv.dtype is {qv.dtype}; allowed: {q.dtype}, that of q")
+    check_same_device("qv", qv, q)
+    if qv.dim() != q.dim() or any(holds(a != b) for a, b in zip(qv.shape[:-1], q.shape[:-1], strict=True)):
+        allowed = (*q.shape[:-1], LATENT_DIM)
+        raise ValueError(f"qv.shape is {tuple(qv.shape)}; allowed: {allowed}, the rows and heads of q")
     refuse(attention_chunk=(attention_chunk, ZERO), softcap=(softcap, ZERO))
     window = window_of_others(window_size)
     refuse(window_size=(window, ((-1, -1), (-1, 0))))

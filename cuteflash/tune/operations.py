@@ -194,7 +194,8 @@ SPECS: dict[Task, Spec] = {
     ),
 }
 TASKS: tuple[Task, ...] = get_args(Task)
-SWEPT: tuple[str, ...] = (*dict.fromkeys(spec.operation for spec in SPECS.values()), *FORMS)  # what a sweep offers
+# What a sweep offers; decoding of latent attention is an operation and a form.
+SWEPT: tuple[str, ...] = tuple(dict.fromkeys((*(spec.operation for spec in SPECS.values()), *FORMS)))
 SWEPT_DTYPES = (*DTYPES, "e4m3")
 
 
