@@ -101,7 +101,7 @@ class Fp8Planner:
         )
         heads_per_kv = heads // k.shape[2]
         transpose = None
-        readers = heads_per_kv * readers_of(mask, seqlen_q, seqlen_k)
+        readers = heads_per_kv * readers_of(mask, left, right, seqlen_q, seqlen_k)
         if not options.transposed_v and transposes_before(readers, head_dim_v):
             transpose = transposition(FP8_NAMES[q.dtype], head_dim_v, target)
             operands = dataclasses.replace(operands, transposed_v=True, transposed_before=True)
@@ -130,10 +130,15 @@ class Fp8Planner:
         return launch
 
 
-def readers_of(mask: MaskKind, seqlen_q: int, seqlen_k: int) -> int:
-    """How many queries of a head read a key, on average; of a window all."""
+def readers_of(mask: MaskKind, left: int, right: int, seqlen_q: int, seqlen_k: int) -> int:
+    """How many queries of a head read a key, on average; of a window as many as it is wide, or all if they are fewer.
+
+    Args:
+        mask, left, right: as `mask_of_window` returns them.
+        seqlen_q, seqlen_k: queries and keys.
+    """
     if mask != "causal":
-        return seqlen_q
+        return min(left + right + 1, seqlen_q)
     seeing = min(seqlen_q, seqlen_k)  # the others see no key
     return seeing - seeing**2 // (2 * seqlen_k)
 

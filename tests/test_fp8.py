@@ -20,7 +20,7 @@ from cuteflash.arguments import Fp8Options, FwdArguments, FwdScalars
 from cuteflash.core.signature import fwd_fake_args
 from cuteflash.dispatch import Choice, choose_shipped
 from cuteflash.kernels.common.transpose_v import TransposeV
-from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores
+from cuteflash.problem import UNBOUNDED, BwdProblem, FwdProblem, Operands, Scores
 from cuteflash.quantize_problem import TransposeProblem
 from cuteflash.reference.fp8 import natural_keys, permuted_keys
 from cuteflash.reference.fp8_accumulator import LEAST_EXPONENTS, accumulate, modelled_attention
@@ -361,9 +361,10 @@ def test_many_queries_have_v_transposed_before(monkeypatch: pytest.MonkeyPatch) 
 def test_readers_are_pairs_that_see_each_other(seqlen_q: int, seqlen_k: int) -> None:
     """Those of a causal mask, whose diagonal a query is half of, are not more than half a query off."""
     pairs = sum(key <= query + seqlen_k - seqlen_q for query in range(seqlen_q) for key in range(seqlen_k))
-    assert abs(fp8_planning.readers_of("causal", seqlen_q, seqlen_k) - pairs / seqlen_k) <= 0.5
-    for mask in ("full", "window"):
-        assert fp8_planning.readers_of(mask, seqlen_q, seqlen_k) == seqlen_q
+    assert abs(fp8_planning.readers_of("causal", UNBOUNDED, 0, seqlen_q, seqlen_k) - pairs / seqlen_k) <= 0.5
+    assert fp8_planning.readers_of("full", UNBOUNDED, UNBOUNDED, seqlen_q, seqlen_k) == seqlen_q
+    assert fp8_planning.readers_of("window", 4, UNBOUNDED, seqlen_q, seqlen_k) == seqlen_q
+    assert fp8_planning.readers_of("window", 4, 1, seqlen_q, seqlen_k) == min(6, seqlen_q)
 
 
 def test_scales_of_128_tokens_decide_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
