@@ -8,6 +8,9 @@ together, in the same rounds; a kernel that only reads may be faster. A step is 
 graph of a call for each cache. Several caches are visited in turn, so that none is read out of the GPU's cache;
 `--one-cache` visits one. Every query sees all keys. Outputs are compared with attention in fp32 before a clock runs.
 Peers are torch's SDPA backends and flash-attn-4, which get no pages, and no caches of 8 bits (`--cache e4m3`).
+
+Caches in a row and caches in pages are compared twice, like with like: with the lengths that the caches' sizes say,
+which the host knows, and with lengths on the device, as a server has them. `--lengths` leaves one of both out.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ HOST_CALLS = 100
 SPLITS: dict[str, Any] = {"num_splits": 0}  # as many parts as the kernel's planning chooses
 OURS, SM80, GRAPH, COPY = "ours", "ours sm80", " (graph)", "copy"
 COMPARED = ((OURS, "cudnn"), (OURS, "fa4"), (OURS, "fa2"), (SM80, "fa2"))
+LENGTHS = {"host": "", "device": ", lengths on the device"}  # where they are, in the names of implementations
 KIB = 1024
 CACHES = ("bf16", "e4m3")
 HEADS = ((32, 8, (8 * KIB,)), (32, 8, (128 * KIB,)), (32, 8, (8 * KIB,) * 16), (64, 8, (4 * KIB,) * 64),
@@ -54,6 +58,7 @@ class Settings(NamedTuple):
         peers: names of other implementations.
         pages: page sizes.
         cache: element type of the caches.
+        lengths: where the lengths of sequences that fill their caches are.
     """
 
     rounds: int = ROUNDS
@@ -61,6 +66,7 @@ class Settings(NamedTuple):
     peers: tuple[str, ...] = PEERS
     pages: tuple[int, ...] = PAGES
     cache: str = CACHES[0]
+    lengths: tuple[str, ...] = tuple(LENGTHS)
 
 
 def shapes(head_dims: Sequence[int], queries: int, quick: bool, cache: str = CACHES[0]) -> list[Shape]:
@@ -73,10 +79,10 @@ def shapes(head_dims: Sequence[int], queries: int, quick: bool, cache: str = CAC
 
 
 def attend(caches: Caches, family: Family | None = None) -> Tensor:
-    """Ours: without pages the public function, with pages the operator of caches."""
+    """Ours: without pages and lengths the public function, otherwise the operator of caches."""
     if caches.descales is not None:
         return attend_e4m3(caches, caches.descales, family)
-    if caches.page_table is None:
+    if caches.page_table is None and caches.lengths is None:
         out: Tensor = flash_attn_func(caches.q, caches.k, caches.v, family=family, **SPLITS)
         return out
     op = torch.ops.cuteflash.kvcache_fwd
@@ -143,19 +149,25 @@ class Replay:
 def contestants(shape: Shape, where: torch.device, settings: Settings) -> Iterator[tuple[str, Any]]:
     """The name and the rotation of each implementation, one after the other; an exception in place of one that fails.
 
-    Peers come last. They and `ours` share the caches without pages, of which a shape of mixed lengths has none.
+    Peers share the caches in a row with `ours`. A shape of mixed lengths has caches in pages alone, and its lengths
+    on the device.
     """
     count = copies_of(shape, settings.one_cache)
-    if not shape.is_mixed:
-        caches = [make_caches(shape, where, 0, seed) for seed in range(count)]
-        yield OURS, Rotation(attend, caches)
-        yield SM80, Rotation(functools.partial(attend, family="sm80"), caches)
-        for name in () if shape.is_e4m3 else settings.peers:
-            missing = missing_peer(name)
-            yield name, NotImplementedError(missing) if missing else _peer_rotation(name, caches)
-    for page_size in settings.pages:
-        paged = [make_caches(shape, where, page_size, seed) for seed in range(count)]
-        yield f"{OURS}, pages of {page_size}", Rotation(attend, paged)
+    for place in ("device",) if shape.is_mixed else settings.lengths:
+        for page_size in settings.pages if shape.is_mixed else (0, *settings.pages):
+            caches = [make_caches(shape, where, page_size, seed, place == "device") for seed in range(count)]
+            yield ours(page_size, place), Rotation(attend, caches)
+            if page_size or place == "device":
+                continue
+            yield SM80, Rotation(functools.partial(attend, family="sm80"), caches)
+            for name in () if shape.is_e4m3 else settings.peers:
+                missing = missing_peer(name)
+                yield name, NotImplementedError(missing) if missing else _peer_rotation(name, caches)
+
+
+def ours(page_size: int, place: str) -> str:
+    """The name of ours on caches in pages, or in a row with `page_size` 0, whose lengths are in a place."""
+    return OURS + f", pages of {page_size}" * (page_size > 0) + LENGTHS[place]
 
 
 def _peer_rotation(name: str, caches: Sequence[Caches]) -> Rotation:
@@ -241,16 +253,21 @@ def _text(entry: dict[str, Any] | None) -> str:
 
 
 def ratios(result: dict[str, Any]) -> list[str]:
-    """Ours in peers' speed, of graphs if there are any: the geometric mean of all shapes, and the worst one."""
+    """Ours in peers' speed, and from pages in that from rows, of graphs if there are any, in words.
+
+    The geometric mean of all shapes, and the worst one.
+    """
     lines = []
-    for ours, other in COMPARED:
+    pages = result["settings"].get("pages", PAGES)
+    from_pages = ((ours(size, place), ours(0, place)) for place in LENGTHS for size in pages)
+    for first, second in (*COMPARED, *from_pages):
         found = []
         for cell in result["shapes"]:
-            speeds = [_speed(cell["results"].get(name)) for name in (ours, other)]
+            speeds = [_speed(cell["results"].get(name)) for name in (first, second)]
             if all(speeds):
                 found.append((speeds[0] / speeds[1], cell["label"]))
         if found:
-            lines.append(in_words(f"{ours}/{other}", found))
+            lines.append(in_words(f"{first}/{second}", found))
     return lines
 
 
@@ -280,6 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--one-cache", action="store_true", help="visit one cache again and again")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--pages", type=int, nargs="*", default=list(PAGES), metavar="SIZE")
+    parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS), help="where lengths are")
     parser.add_argument("--cache", choices=CACHES, default=CACHES[0], help="element type of the caches; Q is bf16")
     parser.add_argument("--quick", action="store_true", help="three shapes of a head dim, three rounds")
     parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose name contains this")
@@ -291,7 +309,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def measured(where: torch.device) -> dict[str, Any]:
         rounds = QUICK_ROUNDS if options.quick else ROUNDS
-        settings = Settings(rounds, options.one_cache, tuple(options.peers), tuple(options.pages), options.cache)
+        settings = Settings(
+            rounds, options.one_cache, tuple(options.peers), tuple(options.pages), options.cache, tuple(options.lengths)
+        )
         return run(grid, where, options.json, settings)
 
     return COMMAND.main(options, measured)

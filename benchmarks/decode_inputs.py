@@ -81,11 +81,12 @@ def copies_of(shape: Shape, one_cache: bool) -> int:
     return 1 if one_cache else max(1, -(-L2_BYTES // max(shape.nbytes, 1)))
 
 
-def make_caches(shape: Shape, where: torch.device, page_size: int, seed: int = 0) -> Caches:
+def make_caches(shape: Shape, where: torch.device, page_size: int, seed: int = 0, with_lengths: bool = False) -> Caches:
     """Normal tensors; `page_size` 0 is a cache without pages, which all sequences fill.
 
     Pages lie in a random order. A sequence has as many as it needs; the others of its row of the table are those of the
-    first sequence, which it does not look at.
+    first sequence, which it does not look at. There are lengths on the device if sequences do not fill their pages, or
+    `with_lengths`.
     """
     generator = torch.Generator(where).manual_seed(seed)
 
@@ -100,17 +101,19 @@ def make_caches(shape: Shape, where: torch.device, page_size: int, seed: int = 0
     descales = torch.full((2, shape.kv_heads), SCALE, device=where) if shape.is_e4m3 else None
     batch, row = len(shape.lengths), (shape.kv_heads, shape.head_dim)
     q = normal(batch, shape.queries, shape.heads, shape.head_dim)
+    is_full = not shape.is_mixed and shape.lengths[0] % max(page_size, 1) == 0
+    lengths = None
+    if with_lengths or not is_full:
+        lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=where)
     if not page_size:
         size = batch, max(shape.lengths)
-        return Caches(q, cache(*size, *row), cache(*size, *row), descales=descales)
+        return Caches(q, cache(*size, *row), cache(*size, *row), None, lengths, descales)
     counts = [-(-length // page_size) for length in shape.lengths]
     order = torch.randperm(sum(counts), generator=generator, device=where).to(torch.int32)
     table = order[:1].repeat(batch, max(counts))
     for i, pages in enumerate(order.split(counts)):
         table[i, : len(pages)] = pages
     size = sum(counts), page_size
-    is_full = not shape.is_mixed and shape.lengths[0] % page_size == 0
-    lengths = None if is_full else torch.tensor(shape.lengths, dtype=torch.int32, device=where)
     return Caches(q, cache(*size, *row), cache(*size, *row), table, lengths, descales)
 
 

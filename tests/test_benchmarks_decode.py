@@ -25,10 +25,13 @@ def right(caches: Caches, family: str | None = None) -> Tensor:
 
 @pytest.mark.parametrize("shape", [EQUAL, MIXED])
 @pytest.mark.parametrize("page_size", [0, 1, 16])
-def test_the_reference_is_attention_to_the_keys_of_each_sequence(shape: Shape, page_size: int) -> None:
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_the_reference_is_attention_to_the_keys_of_each_sequence(
+    shape: Shape, page_size: int, with_lengths: bool
+) -> None:
     if shape.is_mixed and not page_size:
         pytest.skip("mixed lengths have pages")
-    caches = make_caches(shape, CPU, page_size)
+    caches = make_caches(shape, CPU, page_size, with_lengths=with_lengths)
     found = attention_in_fp32(caches)
     for b, length in enumerate(shape.lengths):
         k, v = caches.k, caches.v
@@ -87,8 +90,9 @@ def test_everything_is_checked_timed_and_reported(
     settings = Settings(rounds=1, one_cache=True, peers=("fa4", "fa2"), pages=(16,))
     decode.run([EQUAL, MIXED], CPU, path, settings)
     equal, mixed = json.loads(path.read_text())["shapes"]
-    assert list(equal["results"]) == ["ours", "ours sm80", "fa4", "fa2", "ours, pages of 16"]
-    assert list(mixed["results"]) == ["ours, pages of 16"]
+    rows, of_pages = "ours, lengths on the device", "ours, pages of 16, lengths on the device"
+    assert list(equal["results"]) == ["ours", "ours sm80", "fa4", "fa2", "ours, pages of 16", rows, of_pages]
+    assert list(mixed["results"]) == [of_pages]
     assert equal["results"]["fa4"] == {"left out": "NotImplementedError: not installed"}
     for cell in (equal, mixed):
         for entry in cell["results"].values():
@@ -98,7 +102,22 @@ def test_everything_is_checked_timed_and_reported(
     assert "| D32, 4/2 heads, 1 × 0k beside 2 × 0k | – |" in notes.read_text()
     ratio = equal["results"]["ours sm80"]["gbps"] / equal["results"]["fa2"]["gbps"]
     assert f"- ours sm80/fa2: geometric mean {ratio:.3f}, worst {ratio:.3f} at {equal['label']}" in notes.read_text()
+    for paged, in_rows in (("ours, pages of 16", "ours"), (of_pages, rows)):  # lengths in the same place
+        ratio = equal["results"][paged]["gbps"] / equal["results"][in_rows]["gbps"]
+        assert f"- {paged}/{in_rows}: geometric mean {ratio:.3f}, worst " in notes.read_text()
     assert "fa4: left out: NotImplementedError: not installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("place", "count"), [("host", 3), ("device", 2)])
+def test_lengths_are_where_a_run_has_them(place: str, count: int) -> None:
+    settings = Settings(one_cache=True, peers=(), pages=(16,), lengths=(place,))
+    for shape in (EQUAL, MIXED):
+        found = list(decode.contestants(shape, CPU, settings))
+        assert len(found) == (1 if shape.is_mixed else count)
+        for _, rotation in found:
+            lengths = rotation.caches[0].lengths
+            assert (lengths is not None) == (shape.is_mixed or place == "device")
+            assert lengths is None or lengths.tolist() == list(shape.lengths)
 
 
 def test_a_wrong_result_of_ours_fails_the_command(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +146,8 @@ def test_calls_go_to_the_function_and_the_operator(monkeypatch: pytest.MonkeyPat
         decode.attend(make_caches(EQUAL, CPU, page_size))
     mixed = make_caches(MIXED, CPU, 16)
     decode.attend(mixed)
-    assert [name for name, _ in calls] == ["flash_attn_func", "kvcache_fwd", "kvcache_fwd"]
+    decode.attend(make_caches(EQUAL, CPU, 0, with_lengths=True))
+    assert [name for name, _ in calls] == ["flash_attn_func", *("kvcache_fwd",) * 3]
     assert all(named["num_splits"] == 0 for _, named in calls)
     assert calls[1][1]["seqused_k"] is None and calls[2][1]["seqused_k"] is mixed.lengths
 

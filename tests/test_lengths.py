@@ -23,6 +23,12 @@ def test_all_sequences_of_a_dense_batch_are_alike() -> None:
     assert {Lengths(7, 5).sequence(batch) for batch in range(3)} == {Sequence(0, 7, 0, 5)}
 
 
+def test_lengths_are_known_to_the_host_if_no_vector_has_them() -> None:
+    assert Lengths(7, 5).are_known
+    for name in ("cu_q", "cu_k", "used_q", "used_k", "left_k"):
+        assert not Lengths(7, 5, **{name: [0, 1]}, batch=1).are_known
+
+
 @given(sizes, beyond, beyond)
 def test_packed_sequences_lie_end_to_end(lengths: list[tuple[int, int]], rest_q: int, rest_k: int) -> None:
     cu_q, cu_k = ([0, *itertools.accumulate(side)] for side in zip(*lengths, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import pytest
 
@@ -52,6 +53,26 @@ def test_a_box_of_few_rows_may_hold_all_columns(kernels: KernelStore, head_dims:
         assert compiled.count("HGMMA") == sum(compiled.count(f"HGMMA.64x{n}x16") for n in {keys, head_dims[1]})
     places, rest = divmod(boxes[True], choice.traits.tile_n // 16)  # where K or V is loaded
     assert rest == 0 and places >= 3 and boxes[False] > boxes[True]
+
+
+@pytest.mark.parametrize(("cache_dtype", "page_rows"), [(None, 0), (None, 16), ("e4m3", 0), ("e4m3", 64)])
+def test_lengths_of_whole_caches_are_not_added_up(
+    kernels: KernelStore, cache_dtype: Literal["e4m3"] | None, page_rows: int
+) -> None:
+    """The host knows them. Nothing is looked up before the launch ahead has ended."""
+    for used_k, has_cache_batch_idx in ((False, False), (False, True), (True, False)):
+        storage = dataclasses.replace(
+            BOXES, used_k=used_k, page_rows=page_rows, has_cache_batch_idx=has_cache_batch_idx
+        )
+        asked = problem(storage, mask="full")
+        operands = dataclasses.replace(asked.operands, cache_dtype=cache_dtype, packed_heads=4)
+        asked = dataclasses.replace(asked, operands=operands, is_split=True)
+        choice = choose_shipped(asked, "sm_90a")
+        compiled = kernels(choice.kernel_cls, choice.traits, asked, "sm_90a")
+        compiled.assert_clean()
+        assert ("shfl.sync.up" in compiled.ptx) == used_k
+        before, *after = compiled.ptx.split("griddepcontrol.wait")
+        assert after and "ld.global" not in before and "cp.async" not in before
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])

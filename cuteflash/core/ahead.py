@@ -16,21 +16,21 @@ WARP = 32
 
 
 @cute.jit
-def fetch_vectors(vectors: cutlass.Constexpr[tuple[Any, ...]], but_first_warp: cutlass.Constexpr[bool] = False):
+def fetch_vectors(vectors: cutlass.Constexpr[tuple[Any, ...]], first_warp: cutlass.Constexpr[int] = 0):
     """Bring vectors of four-byte elements into L2, of each a line a thread of a block; None are skipped.
 
-    All threads of the block call it, or with `but_first_warp` all but its first warp, which does something else.
+    The block's warps from `first_warp` on call it.
     """
     for vector in vectors:
         if const_expr(vector is not None):
-            fetch_line(vector, cute.arch.thread_idx()[0] - WARP * but_first_warp)
+            fetch_line(vector, cute.arch.thread_idx()[0] - WARP * first_warp)
 
 
 @cute.jit
-def fetch_table(table: cute.Tensor | None, but_first_warp: cutlass.Constexpr[bool] = False):
+def fetch_table(table: cute.Tensor | None, first_warp: cutlass.Constexpr[int] = 0):
     """Bring the lines of a table of four-byte elements into L2, each by another thread of the grid, likewise."""
     if const_expr(table is not None):
-        left_out = WARP * but_first_warp
+        left_out = WARP * first_warp
         threads = cute.arch.block_dim()[0] - left_out
         fetch_line(table, cute.arch.block_idx()[0] * threads + cute.arch.thread_idx()[0] - left_out)
 

@@ -21,7 +21,7 @@ from cuteflash.core.split import Line, arrivals_of, starts_of
 from cuteflash.core.tile import KeyTile, QueryBlocks, QueryTile
 from cuteflash.core.tree import Tree
 from cuteflash.core.views import with_batch
-from cuteflash.problem import DENSE, MaskKind, Storage
+from cuteflash.problem import MaskKind, Storage
 
 QUERY_TENSORS = ("q", "o", "lse", "do", "dlse", "dq")  # that have a row for each query
 KEY_TENSORS = ("k", "v", "dk", "dv")
@@ -186,7 +186,7 @@ class Launch:
         starts = starts_of(split, kernel.problem)
         heads_per_kv = self.heads_per_kv if self.packed_heads == 1 else None
         line = Line.of(sequences, heads, split.lanes, shares, split.most_parts, starts, heads_per_kv)
-        is_known = self.storage == DENSE and starts is None
+        is_known = self.lengths.are_known and starts is None
         return dataclasses.replace(self, line=line.of_one_length(self) if is_known else line)
 
     def tile(self, index: Int32) -> QueryTile:
@@ -194,13 +194,13 @@ class Launch:
         m_block, head, batch = self.order.tile(index)
         return self.tile_of(m_block, head, batch, self.sequence(batch))
 
-    def fetch_ahead(self) -> None:
-        """Bring into L2 what says where keys lie, before the wait for the launch ahead; the first warp does not."""
+    def fetch_ahead(self, first_warp: int) -> None:
+        """Bring into L2 what says where keys lie, before the wait for the launch ahead, by warps from this one on."""
         lengths = self.lengths
         entries, table = (None, None) if self.pages is None else (self.pages.entries, self.pages.table)
         vectors = lengths.cu_q, lengths.used_q, lengths.cu_k, lengths.used_k, lengths.left_k, entries
-        fetch_vectors(vectors, but_first_warp=True)
-        fetch_table(table, but_first_warp=True)
+        fetch_vectors(vectors, first_warp)
+        fetch_table(table, first_warp)
 
     def sequence(self, batch: Int32) -> Sequence:
         """The sequence of a batch entry, or the rows of Q after the last one."""

@@ -47,6 +47,11 @@ class Lengths:
     batch: Index | None = None
     left_k: Vector | None = None
 
+    @property
+    def are_known(self) -> bool:
+        """Whether all sequences have the lengths `seqlen_q` and `seqlen_k`, so that no vector is to be read."""
+        return all(vector is None for vector in (self.cu_q, self.cu_k, self.used_q, self.used_k, self.left_k))
+
     def sequence(self, index: Index) -> Sequence:
         """The sequence of a batch entry.
 

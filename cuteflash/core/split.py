@@ -181,7 +181,7 @@ class Line:
 
     @property
     def is_known(self) -> bool:
-        """Whether a block finds its tiles without reading device memory."""
+        """Whether the host knows all lengths, so that a block finds its tiles without reading device memory."""
         return self.alike is not None
 
     def tiles(self, launch: Any, sequence: Sequence) -> tuple[Index, Index]:
@@ -189,9 +189,9 @@ class Line:
         m_blocks = blocks_of(sequence.seqlen_q, launch.tile_tokens)
         return m_blocks, launch.mask_of(sequence).most_blocks(launch.tile_tokens, launch.tile_n)
 
-    def has(self, tile: QueryTile) -> Boolean:
+    def has(self, tile: QueryTile) -> Boolean | bool:
         """Whether the launch has a tile; starts of other lengths may lead to one that does not exist."""
-        return tile.exists() & (tile.head >= 0) & (tile.head < self.heads * self.lanes)
+        return self.starts is None or tile.exists() & (tile.head >= 0) & (tile.head < self.heads * self.lanes)
 
     def share(self, launch: Any, total: Int32, widest: Int32) -> Int32:
         """Units of a share, see `share_size`."""
@@ -298,10 +298,7 @@ def arrivals_of(split: SplitTensors, problem: FwdProblem) -> cute.Tensor:
 
 
 def passed_by(window: Window, at: Int32) -> tuple[Int32, Int32]:
-    """(how many sequences of a window end before unit `at`, where the units of the last one of them do).
-
-    A whole warp calls it.
-    """
+    """(how many sequences of a window end before unit `at`, where the last of them does); a whole warp calls it."""
     passed, begin = Int32(0), window.begin
     for end in window.ends:
         passed += cutlass.select_(end <= at, Int32(1), Int32(0))
@@ -325,10 +322,15 @@ def start_of(launch: Any, block: Int32, cost: Index = 0):
     The last `cost` units of a tile are no key blocks: a share that begins among them begins with the next sequence.
     """
     line = launch.line
-    total, widest, window = line.size(launch)
+    sequence, begin = Int32(0), Int32(0)
+    total, widest, window = begin, begin, Window(begin, begin, (begin,) * PER_LANE)
+    if line.sequences == 1:  # without sums of lanes, which take half as long as a look at memory
+        total, widest = line.units(launch, sequence)
+    else:
+        total, widest, window = line.size(launch)
     share = line.share(launch, total, widest)
-    at, sequence, begin = block // line.by_lanes * share + cost, Int32(0), Int32(0)
-    if at < total:
+    at = block // line.by_lanes * share + cost
+    if (at < total) & (line.sequences > 1):
         sequence, begin = line.find(launch, at, window)
     return Start(sequence, begin, share, total)
 
@@ -346,35 +348,32 @@ def given_start(starts: cute.Tensor, block: Int32) -> Start:
 def each_part(launch: Any, visit: cutlass.Constexpr):
     """Visit this block's parts of tiles, `visit` being as `each_tile` has it but for the tile in place of its number.
 
-    A whole warp calls it.
+    A whole warp calls it; returns how many there are.
     """
     line, block = launch.line, cute.arch.block_idx()[0]
-    sequence, begin = Int32(0), Int32(0)
+    sequence, begin, q_pos, kv_pos = (Int32(0) for _ in range(4))
     if const_expr(line.starts is not None):
         sequence, begin, share, total = given_start(line.starts, block)
         by_share = share
-    elif const_expr(line.alike is not None):
+    elif const_expr(line.is_known):
         share, total, by_share = line.alike.share, line.alike.total, line.alike.by_share
     else:
         sequence, begin, share, total = start_of(launch, block)
         by_share = share
     at = block // line.by_lanes * share
     end = cutlass.min(at + share, total)
-    q_pos, kv_pos = Int32(0), Int32(0)
     while at < end:
         number, lane = divmod(computed_here(block), line.by_lanes)  # kept across a tile they would take registers
         found, part = tile_at(launch, lane, (sequence, begin), at)
         tile = dataclasses.replace(found, share=share_of_tile(at, end, *part, by_share, number, lane * line.shares))
-        if const_expr(line.starts is None):
-            kv_pos = visit(tile, q_pos, kv_pos)
-            q_pos += 1
-        elif line.has(found):
+        if line.has(found):
             kv_pos = visit(tile, q_pos, kv_pos)
             q_pos += 1
         at += tile.share.last - tile.share.first
-        if const_expr(line.alike is None):
+        if const_expr(not line.is_known):
             if at < end:
                 sequence, begin = line.following(launch, at, sequence, begin)
+    return q_pos
 
 
 @cute.jit
@@ -384,7 +383,7 @@ def tile_at(launch: Any, lane: Int32, place: tuple[Int32, Int32], at: Int32):
     `place` is (the sequence, its first unit), which the host's knowledge of lengths makes needless.
     """
     line, (number, begin) = launch.line, place
-    if const_expr(line.alike is not None):
+    if const_expr(line.is_known):
         width = line.alike.width
         tile, first = divmod(at, line.alike.by_width)
         head, tile = divmod(tile, line.alike.by_m_blocks)

@@ -160,10 +160,9 @@ def traits_of(problem: QuantizeProblem) -> QuantizeTraits:
         traits = dataclasses.replace(
             traits, visits=visits, measured=visits, mixes=False, backwards=problem.measures_heads
         )
-        if problem.shares_angles:
-            traits = dataclasses.replace(traits, tiles_of_part=1)
-        elif problem.measures_shared:  # blocks are few, and a part of those that a GPU runs at once would be left
-            traits = dataclasses.replace(traits, measured=8, tiles_of_part=1)
+        if problem.shares_angles or problem.measures_shared:  # blocks are few, and a part of a wave would be left
+            measured = visits if problem.shares_angles else 8
+            traits = dataclasses.replace(traits, measured=measured, tiles_of_part=1)
         if centres_v(problem):
             traits = dataclasses.replace(traits, centres_v=True, tiles_of_v=4)
         elif problem.is_packed or problem.hadamard or problem.measures_heads or problem.smooths_v:  # these spilled
@@ -196,9 +195,8 @@ def is_narrow(problem: QuantizeProblem) -> bool:
 def converting_threads(problem: QuantizeProblem) -> int:
     """Threads of a multiprocessor that convert."""
     if problem.rotary_dim and problem.hadamard:
-        finds_more = problem.is_grouped or problem.cluster > 1
-        finds_more = finds_more or (problem.scales_by_block and problem.hadamard == HADAMARD_OF_MMA)
-        loads_again = finds_more and not problem.keeps_angles
+        multiplies = problem.scales_by_block and problem.hadamard == HADAMARD_OF_MMA
+        loads_again = (problem.is_grouped or problem.cluster > 1 or multiplies) and not problem.keeps_angles
         # With 128 registers each those spilled.
         return LEAST_THREADS if is_narrow(problem) or loads_again else FEW_THREADS
     if problem.rotary_dim or problem.is_grouped:

@@ -131,6 +131,14 @@ def test_softcap_and_large_scores(num_splits: int, softcap: float, converting: t
     check(family, LONG_KEYS, 16, case, converting, num_splits=num_splits)
 
 
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64], ids=str)
+def test_split_keys_of_whole_caches(page_size: int | None, converting: torch.device, family: str) -> None:
+    """Lengths that the host knows, by kernels of few rows and of many."""
+    for queries, indexed in ((1, False), (1, True), (3, True), (20, True)):
+        case = dataclasses.replace(DECODE, seqlen_q=queries)
+        check(family, (1024,) * 5, page_size, case, converting, indexed=indexed, all_used=True, num_splits=1000)
+
+
 @pytest.mark.parametrize("page_size", [1, 16, None], ids=str)
 def test_padding_and_indices(page_size: int | None, converting: torch.device, family: str) -> None:
     leftpad = (0, 1, 5, 0, 16, 3, 17, 128, 64, 200)

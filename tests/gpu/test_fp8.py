@@ -51,6 +51,13 @@ class Operands8:
             quantised.append((x / spread).to(dtype))
         return cls(*quantised, scales)
 
+    @classmethod
+    def by_kernels(cls, *tensors: Tensor, **options: Any) -> tuple[Operands8, Tensor | None]:
+        """What `cuteflash.quantize_qkv` makes of Q, K and V, and V's mean if it is subtracted."""
+        some = cuteflash.quantize_qkv(*tensors, **options)
+        assert some.v is not None
+        return cls(some.q, some.k, some.v, [some.q_descale, some.k_descale, some.v_descale]), some.v_mean
+
     def exact(self, case: Case) -> tuple[Tensor, Tensor]:
         """O and LSE by definition."""
         tensors = (dequantised(x, scale) for x, scale in zip((self.q, self.k, self.v), self.scales, strict=True))
@@ -248,11 +255,10 @@ def test_one_level_keeps_the_mean_of_a_smoothed_v(is_transposed: bool, hopper: t
     case = Case(head_dim=256, seqlen_q=64, seqlen_k=keys, batch=1, heads=1)
     q, k, v = case.inputs(hopper)
     v = v + 1
-    some = cuteflash.quantize_qkv(q, k, v, smooth_v=True)
-    assert some.v is not None and some.v_mean is not None
-    operands = Operands8(some.q, some.k, some.v, [some.q_descale, some.k_descale, some.v_descale])
-    out, _ = operands.attend(case, is_transposed, v_mean=some.v_mean)
-    exact = operands.exact(case)[0] + some.v_mean[:, None]
+    operands, v_mean = Operands8.by_kernels(q, k, v, smooth_v=True)
+    assert v_mean is not None
+    out, _ = operands.attend(case, is_transposed, v_mean=v_mean)
+    exact = operands.exact(case)[0] + v_mean[:, None]
     assert rms(out.double() - exact) <= 5e-3 * rms(exact)
 
 
@@ -276,9 +282,7 @@ def test_each_128_tokens_may_have_scales(case: str, is_transposed: bool, hopper:
     for x, step in zip(one.inputs(hopper), (1, 1, 2), strict=True):
         block = torch.arange(x.shape[1], device=hopper) // 128
         tensors.append(x * torch.exp2((block * step % 3 - 1).float())[:, None, None].to(x.dtype))
-    some = cuteflash.quantize_qkv(*tensors, granularity="block")
-    assert some.v is not None
-    operands = Operands8(some.q, some.k, some.v, [some.q_descale, some.k_descale, some.v_descale])
+    operands, _ = Operands8.by_kernels(*tensors, granularity="block")
     out, lse = operands.attend(one, is_transposed)
     exact, exact_lse = operands.exact(one)
     assert torch.isfinite(out).all()

@@ -92,6 +92,17 @@ def test_whole_caches(page_size: int | None, family: str, device: torch.device) 
     Paged((144, 144), page_size, case, (7, 200), all_used=True).check(family, device)
 
 
+@pytest.mark.parametrize("indexed", [False, True], ids=["in_order", "indexed"])
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64], ids=str)
+def test_split_keys_of_whole_caches(page_size: int | None, indexed: bool, family: str, device: torch.device) -> None:
+    """Lengths that the host knows: a block finds its first tile before it waits for the launch ahead."""
+    for head_dim in (64, 128):
+        case = dataclasses.replace(DECODE, head_dim=head_dim)
+        for keys, num_splits in (((1024,) * 5, 0), ((1024,), 1000), ((192,) * 40, 2)):
+            paged = Paged(keys, page_size, case, indexed=indexed, all_used=True, num_splits=num_splits)
+            paged.check(family, device)
+
+
 @pytest.mark.parametrize(("page_size", "head_dim"), [(None, 64), (24, 64), (16, 128), (32, 192)], ids=str)
 def test_strides(page_size: int | None, head_dim: int, family: str, device: torch.device) -> None:
     paged = Paged(KEYS, page_size, dataclasses.replace(DECODE, head_dim=head_dim, seqlen_q=3))

@@ -59,6 +59,11 @@ class RowGather:
     def passes(self) -> int:
         return self.tile_rows // self.pass_rows
 
+    @property
+    def lookups(self) -> int:
+        """Rows that a lane looks up of a key block."""
+        return -(-self.passes // self.chunks)
+
     @cute.jit
     def find(self, n_block: Int32) -> cute.Tensor:
         """Look up the rows of a key block: (page, row in the page), a few times, of a lane.
@@ -68,7 +73,7 @@ class RowGather:
         """
         lane, begin = cute.arch.lane_idx(), n_block * self.tile_rows
         end = cutlass.min(self.seqlen_k - begin, self.tile_rows)
-        found = cute.make_rmem_tensor((2, -(-self.passes // self.chunks)), Int32)
+        found = cute.make_rmem_tensor((2, self.lookups), Int32)
         warp_row = self.first_row - lane // self.chunks
         for i in cutlass.range_constexpr(cute.size(found.shape[1])):
             page, in_page = n_block, Int32(0)

@@ -23,6 +23,7 @@ from cuteflash.kernels.common.weighted_sum import (
     address_here,
     after,
     float_of,
+    inverse_of,
     lane_distances,
     largest_of_warp,
     load_words,
@@ -279,7 +280,7 @@ class PartSums:
     ):
         """Write four columns from `place` on, and by one lane the row's log-sum-exp; `sums` are its peak and weight."""
         (row, column), (peak, weight) = place, sums
-        inverse = cutlass.select_(weight == 0.0, Float32(0.0), cute.arch.rcp_approx(weight))
+        inverse = inverse_of(weight)
         for e in cutlass.range_constexpr(QUAD):
             acc[e] = acc[e] * inverse
         if column < self.head_dim_v:

@@ -46,8 +46,8 @@ def add_unless_zero(acc: cute.Tensor, factor: Float32, values: cute.Tensor) -> N
 
 
 def inverse_of(total: Float32) -> Float32:
-    """What a row's sum is multiplied with, by the sum of its parts' weights; 0 of a row without a key."""
-    return cutlass.select_(total == 0.0, Float32(0.0), 1.0 / total)
+    """What a row's sum is multiplied with, by the sum of its weights or of those of its parts; 0 without a key."""
+    return cutlass.select_(total == 0.0, Float32(0.0), cute.arch.rcp_approx(total))
 
 
 def merged_lse(peak: Float32, total: Float32) -> Float32:

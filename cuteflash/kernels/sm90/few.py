@@ -40,7 +40,7 @@ from cuteflash.kernels.common.partials import Partials
 from cuteflash.kernels.sm90.bundles import Rings
 from cuteflash.kernels.sm90.few_bundles import FewBlock, FewTiles, FewTma
 from cuteflash.kernels.sm90.few_mma import consume
-from cuteflash.kernels.sm90.load import await_launch, load
+from cuteflash.kernels.sm90.load import await_block_and_launch, load
 from cuteflash.kernels.sm90.paged_load import copying_threads, loading_warps
 from cuteflash.kernels.sm90.ragged import ragged
 from cuteflash.problem import FwdProblem
@@ -192,18 +192,19 @@ class FlashFewSm90:
         word = cute.recast_ptr(base + traits.smem_arrival.start, dtype=Int32)
         arrival = cute.make_tensor(word, cute.make_layout(1))
         block = FewBlock(tma, self.make_tiles(base), rings, launch, mLSE, scales, partials, arrival)
-        if warp_index == 0:
+        sets_up = WARPGROUP // 32  # the producer's warps look for their first tile meanwhile
+        if warp_index == sets_up:
             for atom in (tma.load_q, tma.load_k, tma.load_v):
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 rings.init(WARPS, len(self.copying_threads))
             cute.arch.mbarrier_init_fence()
-        if warp_index > 0:
-            launch.fetch_ahead()
+        if warp_index > sets_up:
+            launch.fetch_ahead(sets_up + 1)
         cute.arch.griddepcontrol_launch_dependents()  # the next launch may begin where blocks end
-        cute.arch.sync_threads()
-        await_launch(launch, warp_index, True)
+        if not self.loads(warp_index):
+            await_block_and_launch()
 
         if warp_index < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(traits.producer_regs)

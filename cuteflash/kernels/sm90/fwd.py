@@ -42,7 +42,7 @@ from cuteflash.kernels.sm90.convert import convert
 from cuteflash.kernels.sm90.fp8_load import load_and_turn
 from cuteflash.kernels.sm90.fwd_mma import consume
 from cuteflash.kernels.sm90.handout import Handout, await_taken, hand_out
-from cuteflash.kernels.sm90.load import await_launch, load
+from cuteflash.kernels.sm90.load import await_block_and_launch, load
 from cuteflash.kernels.sm90.memory import make_rings, make_tiles
 from cuteflash.kernels.sm90.paged_load import copying_threads, loading_warps, wide_tma_load
 from cuteflash.kernels.sm90.ragged import ragged, ragged_columns
@@ -331,7 +331,10 @@ class FlashFwdSm90:
             word = cute.recast_ptr(base + traits.smem_arrival.start, dtype=Int32)
             arrival = cute.make_tensor(word, cute.make_layout(1))
         block = Block(tma, self.make_tiles(base), rings, launch, handout, mLSE, scales, partials, arrival)
-        if warp == 0:
+        # Where a producer splits keys, its warps look for their first tile meanwhile.
+        apart = self.problem.is_split and traits.warp_specialized
+        sets_up = WARPGROUP // 32 if apart else 0
+        if warp == sets_up:
             for atom in (tma.load_q, tma.load_k, tma.load_v, tma.store_o, tma.load_shared_k):
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
@@ -344,12 +347,16 @@ class FlashFwdSm90:
                     handout.init(readers=consumer_warps + readers)
             cute.arch.mbarrier_init_fence()
         if const_expr(self.problem.is_split):  # the next launch may begin where blocks end; this one has, perhaps
-            if warp > 0:
-                launch.fetch_ahead()
+            if warp > sets_up:
+                launch.fetch_ahead(sets_up + 1)
             cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.sync_threads()
-        if const_expr(self.problem.is_split):
-            await_launch(launch, warp, traits.warp_specialized)
+        if const_expr(apart):
+            if not self.loads(warp):
+                await_block_and_launch()
+        else:
+            cute.arch.sync_threads()
+            if const_expr(self.problem.is_split):
+                cute.arch.griddepcontrol_wait()
 
         if const_expr(not traits.warp_specialized):
             consume(self, block)

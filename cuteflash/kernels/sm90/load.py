@@ -13,14 +13,14 @@ from cutlass import Int32, const_expr
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing
 from cuteflash.core.launch import Launch
+from cuteflash.core.split import each_part
 from cuteflash.core.tile import KeyBlocks, QueryTile
 from cuteflash.core.tile_numbers import first_tile
 from cuteflash.kernels.sm90.bundles import Block
 from cuteflash.kernels.sm90.handout import visit_tiles
-from cuteflash.kernels.sm90.paged_load import make_paged_sources
+from cuteflash.kernels.sm90.paged_load import GatherSource, OneWarpSource, make_paged_sources
 from cuteflash.kernels.sm90.ragged import sequence_columns, sequence_rows
 from cuteflash.problem import SHARED_COLUMNS, TRANSPOSED_KEYS
-from cuteflash.traits.sm90 import WARPGROUP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +100,12 @@ class TileLoads:
     k: Any  # `TmaSource`, `TwoPartSource`, or as `make_paged_sources` makes it; called with a position and a key block
     v: Any
     blocks: KeyBlocks
+
+    def find(self, n_block: Int32) -> None:
+        """Look up where the rows of a key block lie, if they lie in pages."""
+        for source in (self.k, self.v):
+            if isinstance(source, OneWarpSource | GatherSource):
+                source.find(n_block)
 
 
 def query_rows(kernel, tensor: cute.Tensor, tile: QueryTile) -> cute.Tensor:
@@ -195,23 +201,39 @@ def load_first(kernel: cutlass.Constexpr, loads: TileLoads, q_pos: Int32, kv_pos
         load_ahead(loads, loads.blocks.hi - 1 - i, kv_pos + i)
 
 
-@cute.jit
-def await_launch(launch: Launch, warp: Int32, loads_apart: cutlass.Constexpr[bool]):
-    """Wait for the end of the launch ahead, in a kernel that splits keys.
-
-    Warps of a producer (`loads_apart`) find their first tile before they do, if that takes no device memory: see
-    `load_tile`.
-    """
-    if const_expr(not (loads_apart and launch.line.is_known)):
-        cute.arch.griddepcontrol_wait()
-    elif warp >= WARPGROUP // 32:
-        cute.arch.griddepcontrol_wait()
+def await_block_and_launch() -> None:
+    """Wait until the block's barriers are set up, and for the end of the launch ahead; see `load` for other warps."""
+    cute.arch.sync_threads()
+    cute.arch.griddepcontrol_wait()
 
 
 @cute.jit
 def load(kernel: cutlass.Constexpr, block: Block):
-    """Load every tile of this block; a whole warp calls it, or several if they look up rows of K and V."""
-    visit_tiles(block.handout, block.launch, functools.partial(load_tile, kernel, block))
+    """Load every tile of this block; a whole warp calls it, or several if they look up rows of K and V.
+
+    In a kernel that splits keys, each finds its first tile, and looks up where its keys lie, before it waits until the
+    block's barriers are set up; and before the end of the launch ahead, if that takes no device memory.
+    """
+    visit, launch = functools.partial(load_tile, kernel, block), block.launch
+    if const_expr(kernel.problem.is_split):
+        if const_expr(not launch.line.is_known):
+            cute.arch.griddepcontrol_wait()
+        count = each_part(launch, visit)
+        if count == 0:
+            cute.arch.sync_threads()
+    else:
+        visit_tiles(block.handout, launch, visit)
+
+
+@cute.jit
+def await_launch_of_first(kernel: cutlass.Constexpr, launch: Launch, q_pos: Int32, is_here: cutlass.Constexpr[bool]):
+    """Wait for the end of the launch ahead in a block's first tile, if `load` did not, and if it `is_here`.
+
+    That launch may write whatever is in memory, page tables too: nothing is read before.
+    """
+    if const_expr(is_here and kernel.problem.is_split and launch.line.is_known):
+        if q_pos == 0:
+            cute.arch.griddepcontrol_wait()
 
 
 @cute.jit
@@ -219,10 +241,14 @@ def load_tile(kernel: cutlass.Constexpr, block: Block, tile: QueryTile, q_pos: I
     """Load Q once and K, V block by block, in the order of `KeyBlocks.visits`; returns the next K/V position."""
     blocks = tile.visited_blocks()
     n_block, n_lo, n_hi = blocks.visits(kernel.first_keys_first)
+    has_entries = kernel.problem.storage.has_cache_batch_idx  # which are looked up for the loads of a tile
+    await_launch_of_first(kernel, block.launch, q_pos, has_entries)
     loads = make_tile_loads(kernel, block, tile, blocks)
-    if const_expr(kernel.problem.is_split and block.launch.line.is_known):
+    await_launch_of_first(kernel, block.launch, q_pos, not has_entries)
+    if const_expr(kernel.problem.is_split):
         if q_pos == 0:
-            cute.arch.griddepcontrol_wait()
+            loads.find(n_block)
+            cute.arch.sync_threads()
 
     # The first K goes before Q: its stage is free while the consumers still read the last tile's Q.
     if n_hi >= n_lo:

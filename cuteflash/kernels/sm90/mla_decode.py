@@ -166,8 +166,8 @@ class FlashMlaDecodeSm90:
                 rings.init()
             cute.arch.mbarrier_init_fence()
         else:
-            fetch_vectors((launch.lengths,), but_first_warp=True)
-            fetch_table(pages.table, but_first_warp=True)
+            fetch_vectors((launch.lengths,), first_warp=1)
+            fetch_table(pages.table, first_warp=1)
         cute.arch.griddepcontrol_launch_dependents()  # the next launch may begin where blocks end;
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()  # this one has, perhaps

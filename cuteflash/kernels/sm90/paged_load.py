@@ -33,6 +33,7 @@ from cuteflash.kernels.sm90.ragged import ragged_slabs, sequence_rows, sequence_
 from cuteflash.traits.chunks import CHUNK, swizzle_width
 from cuteflash.traits.sm90 import WARPGROUP
 
+NO_BLOCK = 1 << 30  # beyond every key block
 BOX_WARPS = 0, 2  # of the producer, that load K, and V, from pages by TMA
 
 
@@ -40,7 +41,7 @@ BOX_WARPS = 0, 2  # of the producer, that load K, and V, from pages by TMA
 class PagedSource:
     """Where K or V comes from: key blocks of one head and sequence, page by page, by TMA. A whole warp calls it.
 
-    K and V are loaded by a warp each, which look up the next block's pages while they wait for its stage.
+    K and V are loaded by a warp each, which look up pages while they wait for a stage: those of some blocks at a time.
 
     Attributes:
         ring: which tile is in which stage.
@@ -51,6 +52,7 @@ class PagedSource:
         entry: the sequence's cache entry.
         head_step: slabs of columns from one head to the next; None without `wide_boxes`.
         first_key, seqlen_k: its first key's row there, and the number of its keys.
+        found: of a lane's part, the page and the row in it; and the first of the key blocks that lanes have parts of.
         part_rows, tile_rows: rows of a box, and of a key block.
     """
 
@@ -65,29 +67,43 @@ class PagedSource:
     first_key: Int32
     seqlen_k: Int32
     pages: Pages
+    found: cute.Tensor
     part_rows: cutlass.Constexpr[int]
     tile_rows: cutlass.Constexpr[int]
 
     @cute.jit
     def __call__(self, position: Int32, n_block: Int32):
         """Load a key block as tile `position` of the ring, once its stage is free."""
-        begin = n_block * self.tile_rows
-        rows = self.seqlen_k - begin
-        # Each lane looks up a part before the wait for the stage, and uses what it finds after it: a page that is not
-        # looked up has a number that the compiler does not know, or the product with it would be made before the wait.
         parts = self.tile_rows // self.part_rows
-        at = cute.arch.lane_idx() * self.part_rows if parts > 1 else 0
-        page, row = n_block, Int32(0)
-        if at < cutlass.min(rows, self.tile_rows):
-            page, row = self.pages.place(self.entry, self.first_key + begin + at)
+        self.find(n_block)
         barrier = self.ring.acquire(position)
         stage = self.ring.stage(position)
-        first = page * self.page_step + row
+        # Used only here: whoever waits for a stage waits for the table, too.
+        first = self.found[0] * self.page_step + self.found[1]
+        lane = (n_block - self.found[2]) * parts
+        rows = self.seqlen_k - n_block * self.tile_rows
         for part in cutlass.range_constexpr(parts):
             there = cutlass.max(cutlass.min(rows - part * self.part_rows, self.part_rows), 0)
-            start = cute.arch.shuffle_sync(first, part) if const_expr(parts > 1) else first
+            start = cute.arch.shuffle_sync(first, lane + part)
             box = (None,) * (cute.rank(self.parts) - 2)
             self.load_part(start, there, self.parts[(*box, part, stage)], barrier)
+
+    @cute.jit
+    def find(self, n_block: Int32):
+        """Look up a key block's pages, and with them those of the blocks before it, which follow: a part for each lane.
+
+        A page that is not looked up has a number that the compiler does not know: the product with it would be made
+        here, and wait for the table.
+        """
+        page, row, lowest = self.found[0], self.found[1], self.found[2]
+        blocks = LANES * self.part_rows // self.tile_rows
+        if (n_block < lowest) | (n_block >= lowest + blocks):
+            lowest = n_block + 1 - blocks
+            at = lowest * self.tile_rows + cute.arch.lane_idx() * self.part_rows
+            page, row = n_block, Int32(0)
+            if (at >= 0) & (at < self.seqlen_k):
+                page, row = self.pages.place(self.entry, self.first_key + at)
+        self.found[0], self.found[1], self.found[2] = page, row, lowest
 
     def load_part(self, first: Int32, there: Int32, sX: cute.Tensor, barrier: cute.Pointer) -> None:
         """Load the `there` rows of the cache from `first` on, and zeros after them."""
@@ -101,24 +117,92 @@ class PagedSource:
 
 
 @dataclasses.dataclass(frozen=True)
+class FoundRows:
+    """Where a thread's rows of three key blocks lie: the next one, the one that was loaded last, and the one before.
+
+    The next block is the one before, whose rows are looked up while those of the last one are loaded.
+
+    Attributes:
+        places: (page and row in it, a few times, key block), see `RowGather.find`.
+        blocks: the numbers of the key blocks.
+    """
+
+    places: cute.Tensor
+    blocks: cute.Tensor
+
+    @staticmethod
+    def nothing(gather: RowGather) -> FoundRows:
+        """Before anything is looked up."""
+        places = cute.make_rmem_tensor((2, gather.lookups, 3), Int32)
+        blocks = cute.make_rmem_tensor(3, Int32)
+        places.fill(0)
+        blocks.fill(NO_BLOCK)
+        return FoundRows(places, blocks)
+
+    @cute.jit
+    def find(self, gather: RowGather, n_block: Int32):
+        """Look up the rows of a key block as the next one, if they are not."""
+        if self.blocks[0] != n_block:
+            self.places[None, None, 0].store(gather.find(n_block).load())
+            self.blocks[0] = n_block
+
+    @cute.jit
+    def take(self, gather: RowGather, n_block: Int32):
+        """Begin to load a key block; the one before is the next one then."""
+        self.find(gather, n_block)
+        for i in (2, 1):
+            self.places[None, None, i].store(self.places[None, None, i - 1].load())
+            self.blocks[i] = self.blocks[i - 1]
+        if n_block > 0:
+            self.find(gather, n_block - 1)
+
+    def of(self, n_block: Int32) -> cute.Tensor:
+        """Those of one of the two key blocks that were loaded last."""
+        chosen = cute.make_rmem_tensor(self.places.layout.shape[:2], Int32)
+        for i in range(cute.size(chosen)):
+            last, before = (self.places[None, None, k][i] for k in (1, 2))
+            chosen[i] = cutlass.select_(self.blocks[1] == n_block, last, before)
+        return chosen
+
+
+@dataclasses.dataclass(frozen=True)
 class GatherSource:
     """Where K or V comes from: key blocks of one head and sequence, row by row.
 
     All loading warps call it; those from `first_warp` on copy.
+
+    Attributes:
+        found: where rows lie; V's are those of K, which is loaded first, if a thread copies the same ones. None if they
+            are looked up for each load: most kernels that do not split keys have no registers for them.
+        looks_up: whether it looks them up.
     """
 
     ring: CopyRing
     gather: RowGather
+    found: FoundRows | None
     first_warp: cutlass.Constexpr[int]
+    looks_up: cutlass.Constexpr[bool]
 
     @cute.jit
     def __call__(self, position: Int32, n_block: Int32):
         """Load a key block as tile `position` of the ring, once its stage is free."""
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= self.first_warp:
-            found = self.gather.find(n_block)
+            if const_expr(self.found is None):
+                found = self.gather.find(n_block)
+            else:
+                if const_expr(self.looks_up):
+                    self.found.take(self.gather, n_block)
+                found = self.found.of(n_block)
             self.ring.wait_free(position)
             self.gather.load(found, n_block, self.ring.stage(position))
             self.ring.publish(position)
+
+    @cute.jit
+    def find(self, n_block: Int32):
+        """Look up where the rows of a key block lie."""
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= self.first_warp:
+            if const_expr(self.looks_up):
+                self.found.find(self.gather, n_block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +218,12 @@ class OneWarpSource:
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == self.warp:
             self.source(*place)
 
+    @cute.jit
+    def find(self, n_block: Int32):
+        """Look up where the rows of a key block lie."""
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == self.warp:
+            self.source.find(n_block)
+
 
 def make_paged_sources(kernel, block: Block, tile: QueryTile, queries: Any) -> tuple[Any, Any, Any]:
     """The sources of Q, K and V of a tile; `queries` is that of Q for one warp."""
@@ -147,12 +237,20 @@ def make_paged_sources(kernel, block: Block, tile: QueryTile, queries: Any) -> t
         threads = kernel.copying_threads
         thread = cute.arch.thread_idx()[0] - threads.start
 
-        def gathered(ring: CopyRing, gX: cute.Tensor, sX: cute.Tensor, cols: int) -> GatherSource:
+        gathers = []
+        for _, _, gX, sX, cols in operands:
             copy = load_copy(kernel.dtype, len(threads), cols)
-            gX = gX[None, None, tile.kv_head, None]
-            return GatherSource(ring, make_gather(copy, thread, gX, sX, block.launch, tile), threads.start // LANES)
-
-        return OneWarpSource(queries, 0), *(gathered(*operand) for _, *operand in operands)
+            gathers.append(make_gather(copy, thread, gX[None, None, tile.kv_head, None], sX, block.launch, tile))
+        of_k, of_v = gathers
+        found_k = found_v = FoundRows.nothing(of_k) if kernel.problem.is_split else None
+        if kernel.problem.is_split and columns_k != columns_v:
+            found_v = FoundRows.nothing(of_v)
+        first_warp = threads.start // LANES
+        return (
+            OneWarpSource(queries, 0),
+            GatherSource(rings.loaded_k, of_k, found_k, first_warp, looks_up=True),
+            GatherSource(rings.loaded_v, of_v, found_v, first_warp, looks_up=columns_k != columns_v),
+        )
     rows, entry, kv_head = kernel.problem.storage.page_rows, entry_of(block.launch, tile), tile.kv_head
     head_steps = block.launch.pages.head_steps or (None, None)
     sources = (
@@ -168,6 +266,7 @@ def make_paged_sources(kernel, block: Block, tile: QueryTile, queries: Any) -> t
             first_key=tile.first_k,
             seqlen_k=tile.mask.seqlen_k,
             pages=block.launch.pages,
+            found=nothing_found(),
             part_rows=rows,
             tile_rows=traits.tile_n,
         )
@@ -178,6 +277,13 @@ def make_paged_sources(kernel, block: Block, tile: QueryTile, queries: Any) -> t
     of_warps = zip((queries, *sources), (0, *BOX_WARPS), strict=True)
     q, k, v = (OneWarpSource(source, warp) for source, warp in of_warps)
     return q, k, v
+
+
+def nothing_found() -> cute.Tensor:
+    """`PagedSource.found` before anything is looked up."""
+    found = cute.make_rmem_tensor(3, Int32)
+    found[0], found[1], found[2] = Int32(0), Int32(0), Int32(NO_BLOCK)
+    return found
 
 
 def parts_of_tile(tiles: cute.Tensor, rows: int, cols: int, is_wide: bool) -> cute.Tensor:
