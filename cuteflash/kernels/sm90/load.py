@@ -247,7 +247,8 @@ def load_tile(kernel: cutlass.Constexpr, block: Block, tile: QueryTile, q_pos: I
     await_launch_of_first(kernel, block.launch, q_pos, not has_entries)
     if const_expr(kernel.problem.is_split):
         if q_pos == 0:
-            loads.find(n_block)
+            if n_hi >= n_lo:
+                loads.find(n_block)
             cute.arch.sync_threads()
 
     # The first K goes before Q: its stage is free while the consumers still read the last tile's Q.
