@@ -15,7 +15,7 @@ from cuteflash.calls import Known, looks_of
 from cuteflash.operators import Operator, define
 from cuteflash.ops import ALIGNMENT_MASK
 from cuteflash.reference.append import Tables, Tokens, append, places, rotate, rotated
-from cuteflash.torch_internals import OpOverload
+from cuteflash.transforms import refuse_vmap, register_one_by_one
 from cuteflash.validate import ALIGNMENT, reads_values
 from cuteflash.validate_append import AppendInputs, RotaryInputs, check_append, check_rotary
 from cuteflash.validate_append_values import check_append_values, check_rotary_values
@@ -203,10 +203,6 @@ def _differentiable(implementation: Callable[..., Any], *arguments: Any) -> Tens
     return result
 
 
-def _no_transforms(library: torch.library.Library, op: OpOverload) -> None:
-    """Torch refuses vmap of an operator without a rule; autocast has nothing to cast."""
-
-
 APPEND = Operator(
     name="append_kv",
     tensors=AppendInputs._fields[:5],
@@ -219,7 +215,7 @@ APPEND = Operator(
     cpu=_append_cpu,
     fake=_append_fake,
     differentiable=_no_gradient,
-    transforms=_no_transforms,
+    transforms=functools.partial(refuse_vmap, names=AppendInputs._fields),
 )
 ROTARY = Operator(
     name="apply_rotary",
@@ -232,6 +228,6 @@ ROTARY = Operator(
     cpu=_rotary_cpu,
     fake=_rotary_fake,
     differentiable=_differentiable,
-    transforms=_no_transforms,
+    transforms=register_one_by_one,  # autocast has nothing to cast
 )
 append_kv_op, apply_rotary_op = define(APPEND), define(ROTARY)

@@ -25,7 +25,7 @@ from cuteflash.planning import Result
 from cuteflash.quantize_planning import empty_results, launch_of
 from cuteflash.reference.quantize import quantize_packed
 from cuteflash.torch_internals import OpOverload
-from cuteflash.transforms import one_by_one, register_autocast
+from cuteflash.transforms import register_autocast, register_one_by_one
 from cuteflash.validate import check_alignment, reads_values
 from cuteflash.validate_fp8 import Fp8Inputs
 from cuteflash.validate_fp8_packed import Fp8PackedInputs
@@ -98,7 +98,7 @@ def _cpu(*arguments: Any, has_lse: bool) -> Result:
 def _register_transforms(library: torch.library.Library, op: OpOverload) -> None:
     """Register vmap, autocast and the count of operations."""
     register_autocast(library, op)
-    torch.library.register_vmap(op.name(), functools.partial(one_by_one, op), lib=library)
+    register_one_by_one(library, op)
     register_flop_formula(op.overloadpacket, get_raw=True)(count_flops)
 
 

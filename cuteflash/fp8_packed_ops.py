@@ -27,7 +27,7 @@ from cuteflash.planning import Result
 from cuteflash.quantize_problem import BLOCK_TOKENS
 from cuteflash.reference import fp8_attention, stored_rows
 from cuteflash.torch_internals import OpOverload
-from cuteflash.transforms import one_by_one, register_autocast
+from cuteflash.transforms import register_autocast, register_one_by_one
 from cuteflash.validate import check_alignment, reads_values
 from cuteflash.validate_fp8 import check_descale_values
 from cuteflash.validate_fp8_packed import Fp8PackedInputs, check_fp8_packed, first_key
@@ -159,7 +159,7 @@ def _stored(vt: Tensor, sequence: int, keys: slice) -> Tensor:
 def _register_transforms(library: torch.library.Library, op: OpOverload) -> None:
     """Register autocast, which leaves 8 bits alone, vmap and the count of operations."""
     register_autocast(library, op, casts=False)
-    torch.library.register_vmap(op.name(), functools.partial(one_by_one, op), lib=library)
+    register_one_by_one(library, op)
     register_flop_formula(op.overloadpacket, get_raw=True)(count_flops)
 
 

@@ -27,7 +27,7 @@ from cuteflash.planning import Result
 from cuteflash.reference import flash_attention_2
 from cuteflash.schedule_planning import check_metadata_size
 from cuteflash.torch_internals import OpOverload
-from cuteflash.transforms import one_by_one, register_autocast
+from cuteflash.transforms import register_autocast, register_one_by_one
 from cuteflash.validate import lse_dtype, reads_values
 from cuteflash.validate_kvcache import (
     KvCacheInputs,
@@ -153,7 +153,7 @@ def _not_differentiable(name: str, implementation: Callable[..., Any], *argument
 
 def _register_transforms(library: torch.library.Library, op: OpOverload) -> None:
     """Register autocast, the count of operations, and vmap: one call after the other."""
-    torch.library.register_vmap(op.name(), functools.partial(one_by_one, op), lib=library)
+    register_one_by_one(library, op)
     register_autocast(library, op)
     register_flop_formula(op.overloadpacket, get_raw=True)(count_flops)
 

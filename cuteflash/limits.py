@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cuteflash.coerce import is_int
+from cuteflash.torch_internals import are_functorch_transforms_active
 from cuteflash.traits.length_class import LengthClass, length_class_of_packed
 from cuteflash.validate import reads_values, shown
 
@@ -47,7 +48,8 @@ def class_of_limits(
 
 
 def can_read(vector: Tensor) -> bool:
-    """Whether a vector's values are there to be checked."""
+    """Whether a vector's values are there to be checked; those that vmap maps are not."""
     if torch.compiler.is_compiling() or type(vector) is not Tensor:
         return False
-    return vector.device.type == "cpu" or (reads_values() and vector.device.type == "cuda")
+    is_readable = vector.device.type == "cpu" or (reads_values() and vector.device.type == "cuda")
+    return is_readable and not are_functorch_transforms_active()

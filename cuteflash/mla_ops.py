@@ -7,7 +7,6 @@ a sequence's last row are not looked up, and rows after it are not read. A cache
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NoReturn, cast
 
 import torch
@@ -23,7 +22,7 @@ from cuteflash.packed_ops import call_of
 from cuteflash.reference import latent_decode
 from cuteflash.torch_internals import OpOverload
 from cuteflash.traits.arch import Family
-from cuteflash.transforms import one_by_one, register_autocast
+from cuteflash.transforms import register_autocast, register_one_by_one
 from cuteflash.validate import check_alignments, lse_dtype, reads_values
 from cuteflash.validate_mla import MlaInputs, MlaOptions, check_mla, check_mla_values
 
@@ -143,7 +142,7 @@ def _not_differentiable(implementation: Any, *arguments: Any) -> NoReturn:
 
 def _register_transforms(library: torch.library.Library, op: OpOverload) -> None:
     """Register autocast, the count of operations, and vmap: one call after the other."""
-    torch.library.register_vmap(op.name(), functools.partial(one_by_one, op), lib=library)
+    register_one_by_one(library, op)
     register_autocast(library, op)
     register_flop_formula(op.overloadpacket, get_raw=True)(count_flops)
 

@@ -8,7 +8,6 @@ run.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from cuteflash.operators import Operator, define
 from cuteflash.ops import ALIGNMENT_MASK, FWD_LSE, bwd, check_target, fwd_lse_cuda
 from cuteflash.packed_ops import VARLEN_FWD_LSE, call_of, pairs, varlen_bwd, varlen_fwd_lse_cuda
 from cuteflash.torch_internals import OpOverload, direct_node
-from cuteflash.transforms import one_by_one, register_autocast
+from cuteflash.transforms import register_autocast, register_one_by_one
 from cuteflash.validate import check_alignments, lse_dtype, reads_values
 from cuteflash.validate_mla import ROPE_DIM
 from cuteflash.validate_mla_prefill import PrefillInputs, PrefillOptions, check_prefill, check_prefill_values
@@ -157,7 +156,7 @@ prefill_node = direct_node(Prefill)
 
 def _register_transforms(library: torch.library.Library, op: OpOverload) -> None:
     """Register autocast, the count of operations, and vmap: one call after the other."""
-    torch.library.register_vmap(op.name(), functools.partial(one_by_one, op), lib=library)
+    register_one_by_one(library, op)
     register_autocast(library, op, tensors=REQUIRED)
     register_flop_formula(op.overloadpacket, get_raw=True)(count_flops)
 

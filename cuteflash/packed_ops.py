@@ -28,7 +28,7 @@ from cuteflash.planning import Result
 from cuteflash.reference import flash_attention_2, flash_attention_2_backward
 from cuteflash.strides import compacted
 from cuteflash.torch_internals import OpOverload, is_plain_backward
-from cuteflash.transforms import one_by_one, register_autocast
+from cuteflash.transforms import register_autocast, register_one_by_one
 from cuteflash.validate import check_alignment, check_sinks, lse_dtype, reads_values
 from cuteflash.validate_packed import (
     PackedBwdInputs,
@@ -275,14 +275,14 @@ def spans(inputs: PackedInputs) -> Iterator[tuple[slice, slice]]:
 
 def register_packed_transforms(library: torch.library.Library, op: OpOverload) -> None:
     """Register autocast, the count of operations, and vmap: one call after the other, as lengths may be mapped, too."""
-    torch.library.register_vmap(op.name(), functools.partial(one_by_one, op), lib=library)
+    register_one_by_one(library, op)
     register_autocast(library, op)
     register_flop_formula(op.overloadpacket, get_raw=True)(count_flops)
 
 
 def register_packed_backward_transforms(library: torch.library.Library, op: OpOverload) -> None:
     """Likewise of a backward, which runs in the dtype of its forward and has no rule for autocast."""
-    torch.library.register_vmap(op.name(), functools.partial(one_by_one, op), lib=library)
+    register_one_by_one(library, op)
     register_flop_formula(op.overloadpacket, get_raw=True)(count_backward_flops)
 
 

@@ -20,7 +20,7 @@ from cuteflash.packed_ops import call_of, spans
 from cuteflash.quantize_planning import Result, empty_results, launch_of
 from cuteflash.quantize_problem import QuantizeOptions
 from cuteflash.reference.quantize import quantize, quantize_packed
-from cuteflash.torch_internals import OpOverload
+from cuteflash.transforms import register_one_by_one
 from cuteflash.validate import check_alignment, reads_values
 from cuteflash.validate_quantize import QuantizeInputs, check_descale_values, check_lengths, check_quantize
 
@@ -103,10 +103,6 @@ def _cpu(*arguments: Any, names: tuple[str, ...]) -> Result:
     return results
 
 
-def _no_transforms(library: torch.library.Library, op: OpOverload) -> None:
-    """Torch refuses vmap of an operator without a rule; autocast has nothing to cast 16-bit tensors to."""
-
-
 def _operator(name: str, names: tuple[str, ...], required: int, cuda: Callable[..., Result]) -> Operator:
     return Operator(
         name=name,
@@ -118,7 +114,7 @@ def _operator(name: str, names: tuple[str, ...], required: int, cuda: Callable[.
         cuda=cuda,
         cpu=functools.partial(_cpu, names=names),
         fake=functools.partial(_fake, names=names),
-        transforms=_no_transforms,
+        transforms=register_one_by_one,  # autocast has nothing to cast 16-bit tensors to
     )
 
 

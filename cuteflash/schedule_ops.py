@@ -25,7 +25,7 @@ from cuteflash.problem import (
 )
 from cuteflash.schedule_planning import Schedule
 from cuteflash.schedule_problem import ScheduleOptions
-from cuteflash.torch_internals import OpOverload
+from cuteflash.transforms import register_one_by_one
 from cuteflash.validate import check_options, holds
 from cuteflash.validate_packed import check_vector
 
@@ -137,10 +137,6 @@ def _check(*arguments: Any) -> None:
     check_schedule(ScheduleInputs(*tensors), options)
 
 
-def _no_transforms(library: torch.library.Library, op: OpOverload) -> None:
-    """Torch refuses vmap of an operator without a rule; autocast has nothing to cast."""
-
-
 SCHEDULE = Operator(
     name="split_schedule",
     tensors=TENSORS[:1],
@@ -151,6 +147,6 @@ SCHEDULE = Operator(
     cuda=_cuda,
     cpu=_cpu,
     fake=_fake,
-    transforms=_no_transforms,
+    transforms=register_one_by_one,  # autocast has nothing to cast
 )
 split_schedule = define(SCHEDULE)

@@ -25,7 +25,7 @@ from cuteflash.reference import sink_gradient
 from cuteflash.strides import compacted
 from cuteflash.torch_internals import OpOverload
 from cuteflash.transforms import count_backward_flops as count_dense_flops
-from cuteflash.transforms import one_by_one
+from cuteflash.transforms import register_one_by_one
 from cuteflash.validate import check_alignment, check_sinks, reads_values
 from cuteflash.validate_packed import PackedBwdInputs, check_values
 
@@ -118,7 +118,7 @@ def _cpu(*arguments: Any, base: Operator) -> Result:
 
 def _register_transforms(library: torch.library.Library, op: OpOverload) -> None:
     """Register vmap, one call after the other since each has a gradient of the sinks, and the count of operations."""
-    torch.library.register_vmap(op.name(), functools.partial(one_by_one, op), lib=library)
+    register_one_by_one(library, op)
     if op.name().endswith("varlen_sink_bwd"):
         register_flop_formula(op.overloadpacket, get_raw=True)(_count_flops)
     else:

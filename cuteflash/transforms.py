@@ -1,7 +1,8 @@
 """What torch's transforms and modes make of an operator. All but the first are registered with torch.
 
 forward-mode AD    refused if an input has a tangent: without a formula torch would take the result's for zero
-vmap               the mapped dimension joins the batch, and one call serves all; mapped sinks take one call each
+vmap               the mapped dimension joins the batch, and one call serves all; mapped sinks, packed sequences and
+                   caches take one call each; refused of operators that write to their tensors
 autocast           q, k and v in autocast's dtype, as torch's own scaled_dot_product_attention takes them; a backward
                    has no rule, since it runs in the dtype of its forward
 FlopCounterMode    two matrix products of a forward, five of a backward, over all scores, also masked ones, as torch
@@ -12,8 +13,9 @@ Gradients, `torch.func`'s among them, are in `cuteflash.autograd`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -99,10 +101,28 @@ def register_vmap(library: torch.library.Library, op: OpOverload, tensors: int, 
     torch.library.register_vmap(op.name(), mapped, lib=library)
 
 
+def register_one_by_one(library: torch.library.Library, op: OpOverload) -> None:
+    """Register vmap alone: one call after the other."""
+    torch.library.register_vmap(op.name(), functools.partial(one_by_one, op), lib=library)
+
+
+def refuse_vmap(library: torch.library.Library, op: OpOverload, names: Sequence[str]) -> None:
+    """Register that vmap is refused, of an operator that writes to its tensors; `names` are those of its tensors."""
+
+    def refused(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> NoReturn:
+        name = next(name for name, dim in zip(names, in_dims, strict=False) if dim is not None)
+        raise NotImplementedError(
+            f"{name} is mapped by torch.vmap, and cuteflash does not map what writes to a cache; allowed: one call "
+            "whose batch has what is mapped"
+        )
+
+    torch.library.register_vmap(op.name(), refused, lib=library)
+
+
 def one_by_one(op: OpOverload, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
     """The rule of vmap for what cannot share a call: one call after the other."""
     if not info.batch_size:
-        raise ValueError("the mapped dimension has size 0; allowed: 1 or more for packed sequences and sinks")
+        raise ValueError(f"the mapped dimension has size 0; allowed: 1 or more for {op.overloadpacket}")
     calls = (
         op(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True)))
         for i in range(info.batch_size)

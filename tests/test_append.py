@@ -86,6 +86,23 @@ def test_autograd_knows_of_the_write() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("mapped", ["k_cache", "k", "cache_seqlens"])
+def test_vmap_is_refused_by_name(mapped: str) -> None:
+    arguments = small()
+    twice = torch.stack([arguments[mapped]] * 2)
+    with pytest.raises(NotImplementedError, match=f"^{mapped} is mapped by torch.vmap"):
+        torch.vmap(lambda x: append_kv(**(arguments | {mapped: x})))(twice)
+    assert not bool(arguments["k_cache"].any())
+
+
+@pytest.mark.filterwarnings("error")
+def test_vmap_of_a_rotation() -> None:
+    x, cos, sin = torch.randn(2, 3, 4, 2, 32), torch.randn(16, 8), torch.randn(16, 8)
+    found = torch.vmap(lambda x, cos: apply_rotary(x, cos, sin))(x, torch.stack([cos, -cos]))
+    for i, table in enumerate((cos, -cos)):
+        assert torch.equal(found[i], apply_rotary(x[i], table, sin))
+
+
 def test_caches_of_inference_mode() -> None:
     with torch.inference_mode():
         arguments = small()

@@ -127,6 +127,8 @@ def test_vmap_makes_one_call_after_the_other() -> None:
     for i, (keys, cu) in enumerate(((k, cu_q), (-k, shorter))):
         expected = VARLEN_LSE(q, keys, v, cu, cu_k)
         assert torch.equal(out[i], expected[0]) and torch.equal(lse[i], expected[1])
+        found = torch.vmap(lambda cu: flash_attn_varlen_func(q, keys, v, cu, cu_k, 7, 6))(stacked)  # noqa: B023
+        assert torch.equal(found[i], expected[0])
     with pytest.raises(ValueError, match="mapped dimension has size 0; allowed: 1 or more"):
         torch.vmap(VARLEN, in_dims=(0, *[None] * 4))(q.expand(0, *q.shape), k, v, cu_q, cu_k)
 

@@ -159,6 +159,15 @@ def test_fake_results_have_the_shapes_and_strides_of_real_ones() -> None:
                 assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
+@pytest.mark.filterwarnings("error")
+def test_vmap_makes_one_call_after_the_other() -> None:
+    q, k, v = data(40)
+    found = torch.vmap(OP, in_dims=(0, None, None))(torch.stack([q, 2 * q]), k, v)
+    for i in range(2):
+        for mapped, alone in zip(found, OP((i + 1) * q, k, v), strict=True):
+            assert torch.equal(mapped[i].view(torch.uint8), alone.view(torch.uint8))
+
+
 def test_no_gradient_is_made_up() -> None:
     q, k, v = data(4)
     found = quantize_qkv(q.requires_grad_(), k, v)

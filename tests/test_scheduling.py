@@ -48,6 +48,8 @@ def test_on_a_cpu_nothing_is_scheduled() -> None:
     assert torch.equal(found, cuteflash.flash_attn_with_kvcache(q, cache, cache, **options))
     theirs = flash_attn_interface.get_scheduler_metadata(*SIZES, int32(5, 100), page_size=16, has_softcap=True)
     assert theirs.shape == (0,)
+    mapped = torch.vmap(lambda lengths: cuteflash.get_scheduler_metadata(*SIZES, lengths))(int32(5, 6, 7, 8).view(2, 2))
+    assert mapped.shape == (2, 0)
     flash_attn_interface.flash_attn_with_kvcache(q, cache, cache, scheduler_metadata=theirs, **options)
 
 
