@@ -172,8 +172,8 @@ def flash_attn_func(
     softcap = softcap if type(softcap) is float else number("softcap", softcap, SOFTCAPS)
     return_lse = return_lse is not False and flag("return_lse", return_lse)
     options: tuple[Any, ...] = (softmax_scale, left, right, softcap)
-    is_other = attention_chunk != 0 or num_splits != 1
-    if is_other or pack_gqa is not None or family is not None or deterministic is not False:
+    is_usual = type(attention_chunk) is type(num_splits) is int and attention_chunk == 0 and num_splits == 1
+    if not is_usual or pack_gqa is not None or family is not None or deterministic is not False:
         # Only then, as trailing defaults are cheapest left out: 0.1 us each in the dispatcher.
         options += _execution(pack_gqa, family, deterministic, attention_chunk, num_splits)
     result: Tensor | tuple[Tensor, Tensor]

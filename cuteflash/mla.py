@@ -11,6 +11,7 @@ from cuteflash.append import append_kv
 from cuteflash.coerce import check_family, flag, is_int, not_tensors, number, splits_of
 from cuteflash.limits import can_read
 from cuteflash.mla_ops import mla_decode, mla_decode_cuda
+from cuteflash.renaming import NAMING, rename
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.arch import Family
 from cuteflash.validate import REFERENCE_DTYPES, SCALES, check_strided, check_strides, holds, shown
@@ -225,4 +226,8 @@ def append_latents(
     # A row is 9 heads of a cache whose K and V are the halves of a head's 64 columns: one launch writes all of it.
     (k_cache, v_cache), (k, v) = (x.squeeze(2).unflatten(2, (PIECES, -1)).chunk(2, dim=3) for x in (kv_cache, rows))
     scales = None if descale is None else descale.reshape(-1, 1).expand(rows.shape[0], PIECES)
-    append_kv(k_cache, v_cache, k, v, cache_seqlens, page_table=page_table, k_descale=scales, v_descale=scales)
+    try:
+        append_kv(k_cache, v_cache, k, v, cache_seqlens, page_table=page_table, k_descale=scales, v_descale=scales)
+    except NAMING as error:
+        rename(error, {"k_cache": "kv_cache", "v_cache": "kv_cache", "k": "rows", "v": "rows", "k_descale": "descale"})
+        raise

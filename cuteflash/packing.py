@@ -16,6 +16,7 @@ from cuteflash.api import Options, flash_attn_func
 from cuteflash.coerce import is_int, not_tensors
 from cuteflash.limits import Longest, can_read
 from cuteflash.packed_api import VarlenOptions, flash_attn_varlen_func
+from cuteflash.renaming import NAMING, rename
 from cuteflash.torch_internals import is_watched
 from cuteflash.validate import check_strided, holds, shown
 
@@ -93,9 +94,13 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """`flash_attn_varlen_func` of q, k and v in one tensor, (total, 3, heads, head_dim), with the same `cu_seqlens`."""
     q, k, v = _parts("qkv", qkv, ("total", "3", "heads", "head_dim"))
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, return_lse=return_lse, **options
-    )
+    try:
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, return_lse=return_lse, **options
+        )
+    except NAMING as error:
+        rename(error, {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"})
+        raise
 
 
 @overload

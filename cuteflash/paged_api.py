@@ -9,6 +9,7 @@ from cuteflash.arguments import FwdOptions
 from cuteflash.coerce import not_tensors
 from cuteflash.kvcache_ops import kvcache_fwd, kvcache_fwd_cuda, kvcache_fwd_lse, kvcache_fwd_lse_cuda
 from cuteflash.limits import Longest, can_read, known_limit
+from cuteflash.renaming import NAMING, rename
 from cuteflash.torch_internals import is_plain_cuda_call
 from cuteflash.traits.length_class import length_class_of_packed
 from cuteflash.validate import reads_values, shown
@@ -60,6 +61,16 @@ def attend_paged(
     inputs: KvCacheInputs, options: FwdOptions, limits: dict[str, Longest], return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A call with pages; `limits` are compared with the lengths, and help to choose a kernel."""
+    try:
+        return _attend_paged(inputs, options, limits, return_lse)
+    except NAMING as error:
+        rename(error, {"k_cache": "k", "v_cache": "v"})
+        raise
+
+
+def _attend_paged(
+    inputs: KvCacheInputs, options: FwdOptions, limits: dict[str, Longest], return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
     longest_q, longest_k = (known_limit(f"max_seqlen_{side}", limit) for side, limit in limits.items())
     if longest_q is not None and longest_k is not None and not torch.compiler.is_compiling():
         check_kvcache(inputs, options)

@@ -7,7 +7,8 @@
 
 The text is the source code of Python's standard library; a token is a byte. Ctrl-C saves a checkpoint if there is a
 directory for it. The exit status is 1 if the loss curves do not agree within noise; gpt/curves.py says how that is
-judged. It needs the packages of `pip install '.[bench]'`.
+judged. It needs the packages of `pip install '.[bench]'`. On a CPU whose cores have other work, set OMP_NUM_THREADS=1:
+torch's threads wait for each other in every operation, and a step then takes ten times as long or more.
 """
 
 from __future__ import annotations

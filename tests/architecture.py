@@ -51,6 +51,7 @@ RANKS: dict[str, int] = {
     "core.split_slots": -1,
     "core.workspace": 0,  # sizes that traits, planning and kernels share
     "atoms": 2,
+    "renaming": 3,
     "unsupported": 3,
     "kernels": 3,
     "kernels.common": 3,

@@ -294,6 +294,35 @@ def test_what_is_not_there_yet_is_refused_by_name(function: Any, refused: dict[s
     check_refusals(function, refused)
 
 
+TABLE = torch.zeros(2, 3, dtype=torch.int64)
+FP8 = {name: x.to(torch.float8_e4m3fn) for name, x in zip("qkv", tensors(head_dim=20), strict=True)}
+MISNAMED: list[tuple[Any, dict[str, Any], str]] = [  # a call, and how its error begins
+    (flash_attn.flash_attn_func, {"return_attn_probs": 2}, "return_attn_probs is 2; allowed"),
+    (flash_attn.flash_attn_with_kvcache, {"return_softmax_lse": 2}, "return_softmax_lse is 2; allowed"),
+    (flash_attn.flash_attn_with_kvcache, {"block_table": TABLE}, "block_table.dtype is torch.int64; allowed"),
+    (flash_attn.flash_attn_with_kvcache, {"k": 0, "v": 0, "block_table": TABLE}, "k is a int; allowed"),
+    (flash_attn_interface.flash_attn_func, {"return_attn_probs": 2}, "return_attn_probs is 2; allowed"),
+    (flash_attn_interface.flash_attn_func, {"s_aux": torch.zeros(3)}, r"s_aux.shape is \(3,\); allowed"),
+    (flash_attn_interface.flash_attn_func, {"num_splits": TABLE}, "num_splits is tensor"),
+    (flash_attn_interface.flash_attn_func, {"attention_chunk": TABLE}, "attention_chunk is tensor"),
+    (flash_attn_interface.flash_attn_with_kvcache, {"return_softmax_lse": 2}, "return_softmax_lse is 2; allowed"),
+    (flash_attn_interface.flash_attn_with_kvcache, FP8 | {"k": tensors()[1]}, "k is a tensor"),
+]
+
+
+@pytest.mark.parametrize(("function", "change", "message"), MISNAMED, ids=str)
+def test_errors_have_the_names_of_the_module(function: Any, change: dict[str, Any], message: str) -> None:
+    names = list(inspect.signature(function).parameters)[:3]
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"^{message}"):
+        function(**(dict(zip(names, tensors(), strict=True)) | change))
+
+
+def test_errors_of_a_whole_cache_of_8_bits_name_it() -> None:
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in tensors(head_dim=16))
+    with pytest.raises(ValueError, match=r"^v_cache.shape\[1\] \(seqlen\) is 6; allowed: 7, that of k_cache "):
+        flash_attn_interface.flash_attn_with_kvcache(q, k, v[:, 1:])
+
+
 def quantised(*inputs: Tensor, batch: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     """8-bit tensors, and descale factors by name."""
     generator = torch.Generator().manual_seed(1)
@@ -352,6 +381,10 @@ def test_what_is_not_a_tensor_is_named() -> None:
         flash_attn.flash_attn_func(q, k.tolist(), v)
     with pytest.raises(TypeError, match="qkv is a NoneType"):
         flash_attn_interface.flash_attn_qkvpacked_func(None)
+    with pytest.raises(TypeError, match=r"num_heads_q is 4.0; allowed: None, an int"):
+        flash_attn_interface.flash_attn_qkvpacked_func(torch.zeros(2, 7, 8, 16), num_heads_q=4.0)
+    with pytest.raises(NotImplementedError, match=r"^qkv"):
+        flash_attn_interface.flash_attn_qkvpacked_func(torch.zeros(2, 7, 3, 4, 16).to_sparse())
 
 
 def test_rows_by_index_and_back() -> None:

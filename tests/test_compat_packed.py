@@ -84,6 +84,32 @@ def test_pages() -> None:
     assert_same(theirs, ours)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_table": torch.zeros(3, 2)}, "block_table.dtype is torch.float32"),
+        ({"return_attn_probs": 2}, "return_attn_probs is 2"),
+        ({"v": torch.zeros(7, 4, 2, 8)[1:]}, r"v.shape\[0\] \(num_pages\) is 6; allowed: 7, that of k$"),
+    ],
+    ids=lambda x: str(x) if isinstance(x, str) else "",
+)
+def test_errors_of_pages_have_the_names_of_the_call(change: dict[str, Any], message: str) -> None:
+    q, pages, table = torch.zeros(13, 4, 8), torch.zeros(7, 4, 2, 8), torch.zeros(3, 2, dtype=torch.int32)
+    arguments = {"q": q, "k": pages, "v": pages, "block_table": table}
+    arguments |= dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), LENGTHS, strict=True))
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        flash_attn.flash_attn_varlen_func(**(arguments | change))
+
+
+@pytest.mark.parametrize("module", [cuteflash, flash_attn])
+def test_errors_of_packed_qkv_name_its_one_vector(module: Any) -> None:
+    qkv = torch.zeros(14, 3, 2, 8)
+    with pytest.raises(TypeError, match=r"^cu_seqlens is a list"):
+        module.flash_attn_varlen_qkvpacked_func(qkv, [0, 14], 14)
+    with pytest.raises(ValueError, match=r"^max_seqlen is 3; allowed: 8 or more, the length of sequence 2"):
+        module.flash_attn_varlen_qkvpacked_func(qkv, CU_SEQLENS_K, 3)
+
+
 def test_packed_tensors() -> None:
     q, k, v = tensors(7, 7, kv_heads=4)
     ours = cuteflash.flash_attn_func(q, k, v, **OPTIONS, return_lse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cuteflash import kvcache_api
 from cuteflash.problem import HEAD_DIM_MAX, HEAD_DIM_STEP
+from cuteflash.renaming import NAMING, rename
 from cuteflash.validate import FP8_DTYPES
 
 
@@ -19,6 +20,7 @@ def attend(
     tensors: Sequence[Tensor],
     lengths: Sequence[Any] = (),
     *,
+    names: Mapping[str, str],
     softmax_scale: float | None,
     window_size: Any,
     **options: Any,
@@ -34,6 +36,7 @@ def attend(
         function: takes `tensors`, `lengths` and options.
         tensors: q, k and v, or packed ones; the head dim comes last.
         lengths: the arguments between the tensors and the options.
+        names: of the function's arguments that have others here; errors have these.
         softmax_scale: None is ``1 / sqrt(head_dim)``, of the head dim before padding.
         window_size: (left, right).
         options: further ones of `function`.
@@ -44,9 +47,12 @@ def attend(
         head_dim = rows[0].shape[-1]
         softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         rows = [F.pad(x, (0, padding)) for x in rows]
-    result = function(
-        *rows, *lengths, softmax_scale=softmax_scale, window_size=window_of_others(window_size), **options
-    )
+    window = window_of_others(window_size)
+    try:
+        result = function(*rows, *lengths, softmax_scale=softmax_scale, window_size=window, **options)
+    except NAMING as error:
+        rename(error, names)
+        raise
     if not padding:
         return result
     if isinstance(result, Tensor):
@@ -59,17 +65,22 @@ def attend_cached(
     caches: Sequence[Tensor],
     new: Sequence[Tensor | None],
     *,
+    names: Mapping[str, str],
     softmax_scale: float | None,
     window_size: Any,
     **options: Any,
 ) -> Any:
     """Call `flash_attn_with_kvcache` likewise. Caches that are written to are never copied, and so never padded."""
     function = kvcache_api.flash_attn_with_kvcache
+    options |= {"softmax_scale": softmax_scale}
     if all(x is None for x in new):
-        return attend(function, (q, *caches), softmax_scale=softmax_scale, window_size=window_size, **options)
+        return attend(function, (q, *caches), names=names, window_size=window_size, **options)
     q, *tokens = (_contiguous_rows(x) for x in (q, *new))
-    window = window_of_others(window_size)
-    return function(q, *caches, *tokens, softmax_scale=softmax_scale, window_size=window, **options)
+    try:
+        return function(q, *caches, *tokens, window_size=window_of_others(window_size), **options)
+    except NAMING as error:
+        rename(error, names)
+        raise
 
 
 def _contiguous_rows(x: Any) -> Any:

@@ -10,13 +10,11 @@ What differs:
 - With `return_attn_probs=True` the third result, `S_dmask`, is None: FlashAttention-2 fills it under dropout only.
 - The log-sum-exp of a query that sees no key is -inf, not inf, and it is differentiable.
 - CPU tensors run the reference.
-- Errors name what has another name in cuteflash by that: `block_table` is its page_table, `return_attn_probs` and
-  `return_softmax_lse` are its return_lse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +34,8 @@ __all__ = [
 ]
 
 Window = tuple[int, int]
+NAMES = {"page_table": "block_table", "return_lse": "return_attn_probs"}  # what our functions' arguments are here
+NAMES_OF_CACHES = NAMES | {"return_lse": "return_softmax_lse"}
 
 
 def flash_attn_func(
@@ -272,6 +272,7 @@ def flash_attn_with_kvcache(
         q,
         (k_cache, v_cache),
         (k, v),
+        names=NAMES_OF_CACHES,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         cache_seqlens=cache_seqlens,
@@ -296,6 +297,7 @@ def _attend(
     dropout_p: float,
     alibi_slopes: Tensor | None,
     return_attn_probs: bool,
+    names: Mapping[str, str] = NAMES,
     **options: Any,
 ) -> Any:
     """O, or O, LSE and `S_dmask`, of a public function."""
@@ -303,5 +305,5 @@ def _attend(
         dropout_p=(dropout_p, ZERO),
         alibi_slopes=(alibi_slopes, NOTHING),
     )
-    result = attend(function, tensors, lengths, return_lse=return_attn_probs, **options)
+    result = attend(function, tensors, lengths, names=names, return_lse=return_attn_probs, **options)
     return (*result, None) if return_attn_probs else result

@@ -17,25 +17,24 @@ What differs:
 - The log-sum-exp is differentiable.
 - `s_aux`, attention sinks, which forks of FlashAttention-3 have, and their gradient.
 - CPU tensors run the reference.
-- Errors name what has another name in cuteflash by that: `s_aux` is its sinks, `return_attn_probs` and
-  `return_softmax_lse` are its return_lse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cuteflash import api, packed_api
+from cuteflash.coerce import is_int, not_tensors
 from cuteflash.combine import flash_attn_combine
 from cuteflash.compat.common import attend, attend_cached
 from cuteflash.compat.latent import Queries, attend_latent
 from cuteflash.compat.metadata import get_scheduler_metadata
 from cuteflash.unsupported import NOTHING, ZERO, refuse
-from cuteflash.validate import FP8_DTYPES, shown
+from cuteflash.validate import FP8_DTYPES, check_strided, shown
 from cuteflash.validate_kvcache import E4M3
 
 __all__ = [
@@ -48,6 +47,9 @@ __all__ = [
 ]
 
 Window = tuple[int, int]
+NAMES = {"sinks": "s_aux", "return_lse": "return_attn_probs"}  # what our functions' arguments are here
+NAMES_OF_CACHES = {"return_lse": "return_softmax_lse"}
+NAMES_OF_WHOLE_CACHES = NAMES_OF_CACHES | {"k": "k_cache", "v": "v_cache"}  # to which nothing is appended
 
 
 def flash_attn_qkvpacked_func(
@@ -124,7 +126,7 @@ def flash_attn_func(
     if qv is not None:
         _refuse_with_qv(sm_margin=sm_margin, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, s_aux=s_aux)
         return attend_latent(
-            q, k, v, qv, Queries(),
+            q, k, v, qv, Queries(), names=NAMES,
             softmax_scale=softmax_scale, causal=causal, window_size=window_size, attention_chunk=attention_chunk,
             softcap=softcap, num_splits=num_splits, return_lse=return_attn_probs,
         )  # fmt: skip
@@ -199,7 +201,7 @@ def flash_attn_varlen_func(
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
         return attend_latent(
-            q, k, v, qv, Queries(cu_seqlens_q, max_seqlen_q),
+            q, k, v, qv, Queries(cu_seqlens_q, max_seqlen_q), names=NAMES | {"cache_seqlens": "seqused_k"},
             cache_seqlens=_lengths(page_table, seqused_k, cu_seqlens_k), page_table=page_table,
             softmax_scale=softmax_scale, causal=causal, window_size=window_size, attention_chunk=attention_chunk,
             softcap=softcap, num_splits=num_splits, return_lse=return_attn_probs,
@@ -298,12 +300,13 @@ def flash_attn_with_kvcache(
         given.pop("pack_gqa")
         queries = Queries(ends, None if ends is None else longest)
         latent: dict[str, Any] = {"cache_seqlens": lengths, "page_table": table, "num_splits": num_splits}
-        return attend_latent(q, k_cache, v_cache, qv, queries, **latent, **given)
+        return attend_latent(q, k_cache, v_cache, qv, queries, names=NAMES_OF_WHOLE_CACHES, **latent, **given)
     if isinstance(q, Tensor) and q.dtype in FP8_DTYPES:
         others = {"k": k, "v": v, "scheduler_metadata": scheduler_metadata} | extent
         refuse(**{name: (value, NOTHING) for name, value in others.items()})
         tensors = q, k_cache, v_cache
-        return _attend(api.flash_attn_func, tensors, num_splits=num_splits, sm_margin=0, **descales, **given)
+        more = descales | given | {"num_splits": num_splits, "sm_margin": 0}
+        return _attend(api.flash_attn_func, tensors, names=NAMES_OF_WHOLE_CACHES, **more)
     if isinstance(q, Tensor) and isinstance(k_cache, Tensor) and k_cache.dtype == E4M3 and k_cache.dim() > 1:
         refuse(q_descale=(descales.pop("q_descale"), NOTHING))
         ones = _ones((q, k_cache), cu_seqlens_q)
@@ -312,7 +315,7 @@ def flash_attn_with_kvcache(
         refuse(**{name: (value, NOTHING) for name, value in descales.items()})
     options = extent | given | {"rotary_interleaved": rotary_interleaved, "num_splits": num_splits}
     options["scheduler_metadata"] = scheduler_metadata
-    return attend_cached(q, (k_cache, v_cache), (k, v), **options)
+    return attend_cached(q, (k_cache, v_cache), (k, v), names=NAMES_OF_CACHES, **options)
 
 
 def _attend(
@@ -324,6 +327,7 @@ def _attend(
     k_descale: Tensor | None,
     v_descale: Tensor | None,
     sm_margin: int,
+    names: Mapping[str, str] = NAMES,
     **options: Any,
 ) -> Any:
     """The result of a public function, which is what FlashAttention-3 returns."""
@@ -332,7 +336,7 @@ def _attend(
     if all(isinstance(x, Tensor) and x.dtype in FP8_DTYPES and x.dim() > 1 for x in tensors):
         ends = lengths[0] if lengths else None  # cu_seqlens_q
         descales = {name: _ones(tensors, ends) if x is None else x for name, x in descales.items()}
-    return attend(function, tensors, lengths, **descales, **options)
+    return attend(function, tensors, lengths, names=names, **descales, **options)
 
 
 def _refuse_with_qv(sm_margin: int = 0, **others: object) -> None:
@@ -365,7 +369,10 @@ def _ones(tensors: Sequence[Tensor], ends: Any) -> Tensor:
 def _unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Views of q, k and v."""
     if not isinstance(qkv, Tensor):
-        raise TypeError(f"qkv is a {type(qkv).__name__}; allowed: a torch.Tensor")
+        raise not_tensors(qkv=qkv)
+    check_strided("qkv", qkv)
+    if num_heads_q is not None and not is_int(num_heads_q):
+        raise TypeError(f"num_heads_q is {shown(num_heads_q)}; allowed: None, an int")
     if qkv.dim() == 5 and qkv.shape[2] == 3 and num_heads_q is None:
         q, k, v = qkv.unbind(2)
         return q, k, v

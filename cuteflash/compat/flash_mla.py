@@ -24,6 +24,7 @@ from torch import Tensor
 
 from cuteflash import mla
 from cuteflash.coerce import not_tensors
+from cuteflash.renaming import NAMING, rename
 from cuteflash.unsupported import NOTHING, refuse
 from cuteflash.validate import shown
 from cuteflash.validate_mla import FP8, check_row_format
@@ -33,6 +34,7 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 PART_INTS = 8  # of what FlashMLA calls TileSchedulerMetaData
 TILE_ROWS = 64
+NAMES = {"kv_cache": "k_cache", "page_table": "block_table", "descale": "descale_k"}  # what our arguments are here
 
 
 @dataclasses.dataclass
@@ -126,8 +128,7 @@ def flash_mla_with_kvcache(
     Raises:
         NotImplementedError: an argument or a format that the module's text names is used.
         TypeError: `is_fp8_kvcache` is not what k_cache's dtype says.
-        TypeError, ValueError: as `cuteflash.flash_mla_decode`, which names `k_cache` kv_cache and `block_table`
-            page_table.
+        TypeError, ValueError: as `cuteflash.flash_mla_decode`.
     """
     refuse(
         indices=(indices, NOTHING),
@@ -150,17 +151,21 @@ def flash_mla_with_kvcache(
             )
         if is_fp8_kvcache and descale_k is None:
             descale_k = torch.ones((), dtype=torch.float32, device=k_cache.device)
-    out, lse = mla.flash_mla_decode(
-        q,
-        k_cache,
-        cache_seqlens,
-        page_table=block_table,
-        head_dim_v=head_dim_v,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        return_lse=True,
-        descale=descale_k,
-    )
+    try:
+        out, lse = mla.flash_mla_decode(
+            q,
+            k_cache,
+            cache_seqlens,
+            page_table=block_table,
+            head_dim_v=head_dim_v,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            return_lse=True,
+            descale=descale_k,
+        )
+    except NAMING as error:
+        rename(error, NAMES)
+        raise
     return out, torch.where(lse == float("-inf"), float("inf"), lse)
 
 

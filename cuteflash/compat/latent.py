@@ -7,6 +7,7 @@ have them: a cache is never copied.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from cuteflash import mla
 from cuteflash.coerce import is_int, not_tensors
 from cuteflash.compat.common import window_of_others
+from cuteflash.renaming import NAMING, rename
 from cuteflash.unsupported import ZERO, refuse
 from cuteflash.validate import check_same_device, check_strided, holds, reads_values, shown
 from cuteflash.validate_mla import LATENT_DIM, ROPE_DIM
@@ -40,11 +42,7 @@ def attend_latent(
     qv: Tensor,
     queries: Queries,
     *,
-    window_size: Any,
-    causal: bool,
-    attention_chunk: int,
-    softcap: float,
-    return_lse: bool,
+    names: Mapping[str, str],
     **options: Any,
 ) -> Any:
     """O, (batch, seqlen_q, heads, 512) or (total, heads, 512), and with `return_lse` LSE, of a call with `qv`.
@@ -52,13 +50,42 @@ def attend_latent(
     Args:
         q, k, v, qv: (.., 64), (.., 1, 64), (.., 1, 512), (.., 512); k and v of a cache.
         queries: of q and qv.
-        window_size: (-1, -1), or (-1, 0), which is causal.
-        causal, attention_chunk, softcap, return_lse: of the call; there are no chunks and no softcap.
-        options: of `flash_mla_decode`.
+        names: of `k`, `v` and options that have others in the function that was called; errors have these.
+        options: of `_attend` and of `flash_mla_decode`.
 
     Raises:
         TypeError, ValueError: as `flash_mla_decode`; v and k that are not the columns of one cache.
         NotImplementedError: other widths, or a mask or softcap that latent attention does not have.
+    """
+    try:
+        return _attend(q, k, v, qv, queries, **options)
+    except NAMING as error:
+        rename(error, {"kv_cache": "(v, k)"})
+        rename(error, names)
+        raise
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor,
+    queries: Queries,
+    *,
+    window_size: Any,
+    causal: bool,
+    attention_chunk: int,
+    softcap: float,
+    return_lse: bool,
+    **options: Any,
+) -> Any:
+    """The results of `attend_latent`.
+
+    Args:
+        q, k, v, qv, queries: its own.
+        window_size: (-1, -1), or (-1, 0), which is causal.
+        causal, attention_chunk, softcap, return_lse: of the call; there are no chunks and no softcap.
+        options: of `flash_mla_decode`.
     """
     for name, x in (("q", q), ("k", k), ("v", v), ("qv", qv)):
         if not isinstance(x, Tensor):
