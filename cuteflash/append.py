@@ -174,11 +174,9 @@ def apply_rotary(
     if not is_tensor and not is_int(seqlen_offsets):
         raise TypeError(f"seqlen_offsets is {shown(seqlen_offsets)}; allowed: an int, a torch.Tensor")
     offsets = seqlen_offsets if isinstance(seqlen_offsets, Tensor) else None
-    if offsets is None and not 0 <= seqlen_offsets < 2**31:  # type: ignore[operator]
-        raise ValueError(f"seqlen_offsets is {shown(seqlen_offsets)}; allowed: 0 or more, below 2**31, or a tensor")
+    offset = 0 if isinstance(seqlen_offsets, Tensor) else _position("seqlen_offsets", int(seqlen_offsets))
     inputs = RotaryInputs(x, cos, sin, offsets, cu_seqlens)
     _check_types(inputs, required=3)
-    offset = 0 if isinstance(seqlen_offsets, Tensor) else int(seqlen_offsets)
     options = RotaryOptions(flag("interleaved", interleaved), offset, flag("fixed", fixed))
     if max_seqlen is not None:
         _check_longest(max_seqlen, inputs, options)
@@ -192,10 +190,15 @@ def _vector(name: str, value: int, k: Tensor, ends: Tensor | None) -> Tensor:
     """An int for each sequence."""
     if not isinstance(k, Tensor):
         raise not_tensors(k=k)
+    batch = ends.shape[0] - 1 if isinstance(ends, Tensor) else k.shape[0]
+    return torch.full((batch,), _position(name, value), dtype=torch.int32, device=k.device)
+
+
+def _position(name: str, value: int) -> int:
+    """A position that int32 holds; ValueError otherwise."""
     if not 0 <= value < 2**31:
         raise ValueError(f"{name} is {shown(value)}; allowed: 0 or more, below 2**31, or a tensor")
-    batch = ends.shape[0] - 1 if isinstance(ends, Tensor) else k.shape[0]
-    return torch.full((batch,), value, dtype=torch.int32, device=k.device)
+    return value
 
 
 def _check_types(inputs: AppendInputs | RotaryInputs, required: int) -> None:

@@ -348,15 +348,11 @@ def _begins(cache_seqlens: int | Tensor | None, caches: KvCacheInputs) -> Tensor
     """Tokens of each sequence before the call, as the operators take them."""
     if cache_seqlens is None:
         return None
-    whose = caches.q if caches.cu_seqlens_q is None else caches.cu_seqlens_q
-    if not whose.dim() or (whose is not caches.q and (whose.dim() != 1 or holds(whose.shape[0] == 0))):
-        shape = None  # there is no batch: the checks of all tensors say so
-    else:
-        shape = (whose.shape[0] - (whose is not caches.q),)
+    batch = _batch_of(caches)
     if isinstance(cache_seqlens, Tensor):
         check_vector("cache_seqlens", cache_seqlens, caches.q.device)
-        if shape is not None and holds(cache_seqlens.shape[0] != shape[0]):
-            raise ValueError(f"cache_seqlens.shape is {tuple(cache_seqlens.shape)}; allowed: {tuple(shape)}, the batch")
+        if batch is not None and holds(cache_seqlens.shape[0] != batch):
+            raise ValueError(f"cache_seqlens.shape is {tuple(cache_seqlens.shape)}; allowed: {(batch,)}, the batch")
         return cache_seqlens
     if not is_int(cache_seqlens):
         raise TypeError(f"cache_seqlens is {shown(cache_seqlens)}; allowed: None, an int, a torch.Tensor")
@@ -364,7 +360,15 @@ def _begins(cache_seqlens: int | Tensor | None, caches: KvCacheInputs) -> Tensor
         most = caches.capacity
         if not 0 <= cache_seqlens <= most:
             raise ValueError(f"cache_seqlens is {shown(cache_seqlens)}; allowed: 0 to {most}, the rows of an entry")
-    return torch.full(shape or (0,), int(cache_seqlens), dtype=torch.int32, device=caches.q.device)
+    return torch.full((batch or 0,), int(cache_seqlens), dtype=torch.int32, device=caches.q.device)
+
+
+def _batch_of(caches: KvCacheInputs) -> int | None:
+    """Sequences of a call; None if its queries say none, which the checks of all tensors complain of."""
+    ends = caches.cu_seqlens_q
+    if ends is None:
+        return caches.q.shape[0] if caches.q.dim() else None
+    return ends.shape[0] - 1 if ends.dim() == 1 and not holds(ends.shape[0] == 0) else None
 
 
 def _length_class(caches: KvCacheInputs, max_seqlen_q: object) -> LengthClass | None:

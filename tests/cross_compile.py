@@ -19,7 +19,6 @@ from cuteflash.compile.key import cache_key
 from cuteflash.compile.options import compiler_options
 from cuteflash.compile.resources import Resources, parse_ptxas_log
 from tests import machine_code
-from tests.spills import SPILLS, is_allowed
 
 NVDISASM = pathlib.Path(sysconfig.get_paths()["purelib"], "nvidia", "cu13", "bin", "nvdisasm")
 REMARKS = "remarks.yaml"
@@ -76,13 +75,6 @@ class Compiled:
         """No complaint, and no access to local memory in the machine code."""
         self.assert_no_complaint()
         assert not self.count("LDL") and not self.count("STL")
-
-    def assert_clean_or_listed(self, name: str) -> None:
-        """As `assert_clean`, or no more than `tests.spills` lists for the kernel of this name."""
-        if name in SPILLS:
-            assert is_allowed(self.resources, name)
-        else:
-            self.assert_clean()
 
 
 def cross_compile(kernel: Any, target: str, folder: pathlib.Path) -> Compiled:

@@ -25,15 +25,11 @@ SPILLS: dict[str, int] = {
     "FlashBwdSm80 sm_90a bf16 256x256 causal softcap": 16,
     "FlashBwdSm80 sm_90a bf16 256x256 window softcap": 28,
     "FlashBwdSm80 sm_90a fp16 256x256 full deterministic": 92,
-    "FlashFwdSm80 sm_89 bf16 160x160 window softcap lse varlen split sink e4m3_cache tree used_k paged 0 page_table "
-    "cache_batch_idx leftpad packed 4": 24,
     "FlashFwdSm80 sm_90a bf16 40x72 causal": 8,
     "FlashFwdSm80 sm_90a bf16 40x72 causal lse": 44,
     "FlashFwdSm80 sm_90a fp16 24x24 full": 20,
     "FlashFwdSm80 sm_90a fp16 24x24 full lse": 8,
     "FlashFwdSm80 sm_90a fp16 96x96 causal lse": 28,
-    "FlashMlaDecodeSm80 sm_80 bf16 576x512 full split": 4,
-    "FlashMlaDecodeSm80 sm_90a bf16 576x512 full split": 4,
 }
 
 

@@ -10,7 +10,7 @@ from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import LN_2
 from cuteflash.core.tile import QueryTile
 from cuteflash.kernels.common.octets import LANES, OCTET, octet_of_lane, store_octet
-from cuteflash.kernels.common.weighted_sum import inverse_of
+from cuteflash.kernels.common.weighted_sum import quick_inverse_of
 
 
 def end_of_row(total: Float32, maximum: Float32) -> tuple[Float32, Float32]:
@@ -19,7 +19,7 @@ def end_of_row(total: Float32, maximum: Float32) -> tuple[Float32, Float32]:
     `maximum` is what the exponents of 2 were shifted by.
     """
     lse = (maximum + cute.math.log2(total, fastmath=True)) * LN_2
-    return inverse_of(total), cutlass.select_(total == 0.0, -Float32.inf, lse)
+    return quick_inverse_of(total), cutlass.select_(total == 0.0, -Float32.inf, lse)
 
 
 @cute.jit

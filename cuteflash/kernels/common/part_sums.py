@@ -23,11 +23,11 @@ from cuteflash.kernels.common.weighted_sum import (
     address_here,
     after,
     float_of,
-    inverse_of,
     lane_distances,
     largest_of_warp,
     load_words,
     merged_lse,
+    quick_inverse_of,
 )
 
 FEW_LINES, MANY_LINES = 2, 4  # of a warp that are merged one by one, at most; that are merged together
@@ -280,7 +280,7 @@ class PartSums:
     ):
         """Write four columns from `place` on, and by one lane the row's log-sum-exp; `sums` are its peak and weight."""
         (row, column), (peak, weight) = place, sums
-        inverse = inverse_of(weight)
+        inverse = quick_inverse_of(weight)
         for e in cutlass.range_constexpr(QUAD):
             acc[e] = acc[e] * inverse
         if column < self.head_dim_v:

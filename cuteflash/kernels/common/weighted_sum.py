@@ -47,6 +47,11 @@ def add_unless_zero(acc: cute.Tensor, factor: Float32, values: cute.Tensor) -> N
 
 def inverse_of(total: Float32) -> Float32:
     """What a row's sum is multiplied with, by the sum of its weights or of those of its parts; 0 without a key."""
+    return cutlass.select_(total == 0.0, Float32(0.0), 1.0 / total)
+
+
+def quick_inverse_of(total: Float32) -> Float32:
+    """`inverse_of` by one instruction. Kernels that merge rows of latents spill with it, and do not with a division."""
     return cutlass.select_(total == 0.0, Float32(0.0), cute.arch.rcp_approx(total))
 
 

@@ -27,6 +27,7 @@ from cuteflash.kernels.common.weighted_sum import (
     add_parts,
     add_unless_zero,
     address_here,
+    inverse_of,
     load_words,
     merged_lse,
 )
@@ -150,7 +151,7 @@ class MergedParts(HalfParts):
             for half in cutlass.range_constexpr(CONSUMERS):
                 statistics[FACTORS + half] = statistics[FACTORS + half] * weight
             if part == 0:
-                statistics[INVERSE] = divided_by(total)
+                statistics[INVERSE] = inverse_of(total)
                 if row * LINES_OF_ROW >= staged.first_line:
                     self.write_lse(tile, row, peak, total)
 
@@ -257,7 +258,7 @@ class MergedParts(HalfParts):
                     for e in cutlass.range_constexpr(QUAD):
                         acc[e] = acc[e] + added[e]
         if (group == 0) & (first + warp // sharing < end):
-            self.write_columns(tile, line, acc, divided_by(total))
+            self.write_columns(tile, line, acc, inverse_of(total))
             if (lane == 0) & (line % LINES_OF_ROW == 0):
                 self.write_lse(tile, row, peak, total)
 
@@ -361,11 +362,6 @@ class Staged:
         values = cute.make_rmem_tensor(OCTET, Float32)
         values.store(found.load().to(Float32))
         return cutlass.select_(part < count, weight, Float32(0.0)), values
-
-
-def divided_by(total: Float32) -> Float32:
-    """`inverse_of` by a division: with one instruction for it ptxas orders the others so that it spills 20 bytes."""
-    return cutlass.select_(total == 0.0, Float32(0.0), 1.0 / total)
 
 
 def quad_of(octet: cute.Tensor, first: int) -> cute.Tensor:
