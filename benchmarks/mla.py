@@ -46,7 +46,8 @@ CACHES = {"bf16": torch.bfloat16, "e4m3": FP8}
 BATCHES = ((128, 8 * KIB), (32, 4 * KIB), (1, 128 * KIB), (256, KIB), (16, 32 * KIB), (1, 8 * KIB))
 QUICK_BATCHES = BATCHES[:3]
 HEADS, QUICK_HEADS = (16, 32, 64, 128), (16, 64, 128)
-ZIPF = 128, 32 * KIB  # sequences, and keys of the longest; the n-th has an n-th of them
+# Mixed lengths by Zipf's law: sequences, and keys of the longest; the n-th has an n-th of them.
+ZIPF = (128, 32 * KIB), (128, 128 * KIB)
 
 
 class Shape(NamedTuple):
@@ -92,9 +93,9 @@ def shapes(quick: bool) -> list[Shape]:
     """The grid: equal lengths, mixed ones, and two queries."""
     batches, heads = (QUICK_BATCHES, QUICK_HEADS) if quick else (BATCHES, HEADS)
     grid = [Shape(h, (length,) * batch) for batch, length in batches for h in heads]
-    batch, longest = ZIPF
-    mixed = tuple(max(longest // n, 1) for n in range(1, batch + 1))
-    return grid + [Shape(h, mixed) for h in (16, 128)] + [Shape(h, (8 * KIB,) * 64, 2) for h in (16, 64)]
+    mixed = [tuple(max(longest // n, 1) for n in range(1, batch + 1)) for batch, longest in ZIPF]
+    grid += [Shape(h, lengths) for lengths in mixed for h in heads]
+    return grid + [Shape(h, (8 * KIB,) * 64, 2) for h in (16, 64)]
 
 
 def make_caches(shape: Shape, where: torch.device, seed: int, cache: torch.dtype = torch.bfloat16) -> Caches:
