@@ -19,6 +19,7 @@ from cuteflash.validate import ALIGNMENT
 from cuteflash.validate_quantize import QuantizeInputs, check_quantize
 
 SHARED_ANGLES = 4  # heads for which cosines and sines are loaded once, at least, if blocks of a cluster are to pay
+FOLDED_TOKENS = 8192  # of a head whose parts each block reads: they grow with it, and so do its blocks
 Result = tuple[Tensor, ...]
 TABLE_NAMES: dict[torch.dtype, RotaryDtype] = {torch.float32: "fp32", **DTYPE_NAMES}
 
@@ -50,7 +51,17 @@ def problem_of(inputs: QuantizeInputs, options: QuantizeOptions) -> QuantizeProb
         is_grouped=finds_scales and sharing != 1 and not finds_together,
         cluster=sharing if finds_together else 1,
         measures_shared=measures and inputs.packed is not None and cos is not None and sharing != 1,
+        folds=measures and cos is not None and inputs.packed is None and has_few_parts(inputs),
     )
+
+
+def has_few_parts(inputs: QuantizeInputs) -> bool:
+    """Whether blocks that convert may read what is measured of all parts of a head.
+
+    There are blocks to write each head's descales, and a block has a warp for each KV head that it visits.
+    """
+    lengths = inputs.q.shape[1], inputs.k.shape[1]
+    return min(lengths) > 0 and max(lengths) <= FOLDED_TOKENS and max(inputs.q.shape[-1], inputs.v.shape[-1]) >= 64
 
 
 def kernel_of(problem: QuantizeProblem) -> Callable[..., Any]:

@@ -63,6 +63,8 @@ class QuantizeProblem:
         cluster: how many heads of Q share a scale that as many blocks find together, each of one; 1 if none do.
         measures_shared: whole heads of packed sequences with a rotary embedding are measured, those of K and V being
             fewer.
+        folds: what is measured of the parts of heads, which are few and have a rotary embedding, for scales of whole
+            heads is put together by each block that converts.
     """
 
     dtype: Dtype
@@ -82,6 +84,7 @@ class QuantizeProblem:
     is_grouped: bool = False
     cluster: int = 1
     measures_shared: bool = False
+    folds: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

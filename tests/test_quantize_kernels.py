@@ -46,6 +46,10 @@ CASES = {
     "block": QuantizeProblem("bf16", 128, 128, "block", **EVERYTHING),
     "block-rotated": QuantizeProblem("bf16", 256, 256, "block", hadamard=256, rotary_dim=256, **EVERYTHING),
     "head-turned-mixed": QuantizeProblem("bf16", 64, 64, rotary_dim=64, hadamard=64, **EVERYTHING),
+    "head-folded-turned-mixed": QuantizeProblem(
+        "bf16", 128, 128, rotary_dim=128, hadamard=64, folds=True, **EVERYTHING
+    ),
+    "head-folded": QuantizeProblem("bf16", 128, 128, rotary_dim=64, hadamard=32, folds=True),
     "block-turned-mixed": QuantizeProblem("fp16", 256, 256, "block", rotary_dim=256, hadamard=64, **EVERYTHING),
     "block-grouped-turned-mixed": QuantizeProblem(
         "bf16", 128, 128, "block", rotary_dim=128, hadamard=64, is_grouped=True, **EVERYTHING
@@ -192,6 +196,26 @@ def test_how_a_scale_of_several_heads_is_found(
     problem = problem_of(packed, QuantizeOptions(granularity))
     assert problem.cluster == 1
     assert problem.measures_shared == (granularity == "head" and rotary and heads[0] != heads[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "granularity", "expected"),
+    [
+        ({}, "head", True),
+        ({}, "block", False),
+        ({"smooth_v": True}, "block", False),
+        ({"rotary": False}, "head", False),
+        ({"tokens": 8193}, "head", False),
+        ({"tokens": 0}, "head", False),
+        ({"head_dim": 48}, "head", False),
+    ],
+)
+def test_which_blocks_put_parts_together(change: dict[str, Any], granularity: Granularity, expected: bool) -> None:
+    asked = {"rotary": True, "tokens": 8192, "head_dim": 64, "smooth_v": False} | change
+    x = torch.empty((1, asked["tokens"], 4, asked["head_dim"]), dtype=torch.bfloat16, device="meta")
+    table = torch.empty((asked["tokens"], 16), device="meta") if asked["rotary"] else None
+    inputs = QuantizeInputs(x, x, x, rotary_cos=table, rotary_sin=table)
+    assert problem_of(inputs, QuantizeOptions(granularity, smooth_v=asked["smooth_v"])).folds is expected
 
 
 def test_blocks_that_share_heads_have_each_of_them_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from cuteflash import quantize_qkv
+from cuteflash import quantize_planning, quantize_qkv
+from cuteflash.quantize_problem import QuantizeOptions
 from cuteflash.traits.arch import arch_of_capability
 from cuteflash.traits.quantize import TARGET
+from cuteflash.validate_quantize import QuantizeInputs
 from tests.gpu.pairwise import every_pair
 from tests.quantized import LARGEST, assert_nearest, check, data, natural, tables
 
@@ -216,6 +218,21 @@ def test_results_repeat_bit_for_bit(device: torch.device) -> None:
         again = quantize_qkv(*tensors, smooth_v=True, transpose_v=True, hadamard=128)
         for a, b in zip(first, again):
             assert a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("smooth_v", [False, True])
+def test_whoever_puts_parts_together_the_bits_are_the_same(
+    smooth_v: bool, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that convert, or, of longer sequences, a kernel of its own; other tests have the former."""
+    q, k, v = data(1100, heads=8, head_dim=128, device=cuda)
+    sines = tables(1100, 128, device=cuda)
+    inputs = QuantizeInputs(q, k, v, None, None, None, sines["rotary_cos"], sines["rotary_sin"])
+    options = QuantizeOptions("head", hadamard=64, transpose_v=True, smooth_v=smooth_v)
+    folded = quantize_planning.launch_of(inputs, options)(inputs)
+    monkeypatch.setattr(quantize_planning, "FOLDED_TOKENS", 0)
+    for a, b in zip(folded, quantize_planning.launch_of(inputs, options)(inputs), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def test_a_graph_replays_with_other_values(cuda: torch.device) -> None:

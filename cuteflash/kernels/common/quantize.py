@@ -4,7 +4,8 @@
     scale     of each KV head the descale, its largest magnitude / the largest number, and V's mean
     convert   of each tile of tokens: rotate, subtract V's mean, divide by the descale, round, turn V
 
-The first two run if scales of whole heads, or V's mean, are asked for. They all do nothing but move memory: a block
+The first two run if scales of whole heads, or V's mean, are asked for; what is measured of few parts `convert` puts
+together itself, without `scale`. They all do nothing but move memory: a block
 loads a whole tile before it computes. If each 128 tokens have a scale, `convert` measures its tile itself. Sums are
 added in a fixed order, so that results repeat bit for bit.
 """
@@ -21,6 +22,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cuteflash.kernels.common.quantize_cluster import ClusterPeaks
 from cuteflash.kernels.common.quantize_held import Held
 from cuteflash.kernels.common.quantize_measure import Measure
+from cuteflash.kernels.common.quantize_parts import Parts
 from cuteflash.kernels.common.quantize_rotate import RotatedHeads
 from cuteflash.kernels.common.quantize_scales import Scales
 from cuteflash.kernels.common.quantize_shared import SharedHeads, shared_tiles
@@ -71,6 +73,8 @@ class Quantize:
         if const_expr(self.problem.measures):
             Measure(self.traits, self.problem).launch(tensors, stream)
         work = self.work(tensors)
+        if const_expr(self.problem.folds):
+            work = dataclasses.replace(work, parts=Parts(self.traits, self.problem).work(tensors))
         self.kernel.set_name_prefix("flash_quantize", remove_cutlass_symbol=True)
         cluster = self.problem.cluster
         blocks = cute.ceil_div(work.size(), cluster) * cluster

@@ -1,11 +1,7 @@
-"""What quantising asks of whole heads, in two launches: parts of a head are measured, then put together.
+"""What quantising asks of whole heads: parts of a head are measured, then put together, see `quantize_parts`.
 
-    magnitudes   (parts of all heads of Q, then K, then V)   fp32, if each KV head gets a scale
-    columns      (parts of V's heads, 1 or 3, head_dim_v)    fp32 sum, if V is smoothed; then its smallest and largest
-                                                             element, if each KV head gets a scale as well
-
-The workspace has one after the other; parts are numbered as `Work` does it, and V has only one of the two. Elements
-that are not finite are left out: they do not change how others are rounded.
+Those are two launches, or, if a head has few parts, one. Elements that are not finite are left out: they do not change
+how others are rounded.
 """
 
 from __future__ import annotations
@@ -14,10 +10,9 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from cuteflash.core.tile_numbers import first_tile
 from cuteflash.kernels.common.quantize_centred import (
     EXTREMES,
     add_extremes,
@@ -28,6 +23,7 @@ from cuteflash.kernels.common.quantize_centred import (
     take_extremes,
 )
 from cuteflash.kernels.common.quantize_held import PAIRS, Held, half_of
+from cuteflash.kernels.common.quantize_parts import Parts
 from cuteflash.kernels.common.quantize_products import Identity
 from cuteflash.kernels.common.quantize_rotate import RotatedHeads
 from cuteflash.kernels.common.quantize_shared import SharedHeads, shared_tiles
@@ -45,7 +41,6 @@ from cuteflash.kernels.common.quantize_work import (
     Place,
     Span,
     Work,
-    batch_of,
     choose,
     packing_of,
     packing_of_keys,
@@ -64,12 +59,13 @@ class Measure:
     def __init__(self, traits: QuantizeTraits, problem: QuantizeProblem) -> None:
         self.traits = traits
         self.problem = problem
+        self.parts = Parts(traits, problem)
         self.rotated = RotatedHeads(traits, problem)
         self.shared = SharedHeads(traits, problem)
 
     def launch(self, tensors: QuantizeTensors, stream) -> None:
         """Launch both: afterwards the descales and V's mean that have to be computed are there."""
-        work, blocks = self.work(tensors), self.blocks(tensors)
+        work, blocks = self.parts.work(tensors), self.blocks(tensors)
         kv_heads = tensors.v.shape[-2]
         batch = tensors.v.shape[0] if const_expr(not self.problem.is_packed) else tensors.cu_k.shape[0] - 1
         self.measure.set_name_prefix("flash_quantize_measure", remove_cutlass_symbol=True)
@@ -79,32 +75,18 @@ class Measure:
             min_blocks_per_mp=self.traits.measuring,
             preferred_smem_carveout=self.traits.measuring_carveout(self.problem),
             stream=stream,
+            use_pdl=True,
         )
+        if const_expr(self.problem.folds):
+            return
         self.scale.set_name_prefix("flash_quantize_scale", remove_cutlass_symbol=True)
         self.scale(tensors, work).launch(
             grid=(kv_heads, batch, 1), block=(SCALE_THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
-    def work(self, tensors: QuantizeTensors) -> Work:
-        """All parts that are measured."""
-        batch, heads, kv_heads = batch_of(tensors), tensors.q.shape[-2], tensors.k.shape[-2]
-        if self.problem.is_packed:
-            sequences = tensors.cu_q.shape[0] - 1
-            of_q, of_k = (self.traits.packed_parts(x.shape[0], sequences) for x in (tensors.q, tensors.k))
-            of_v = self.traits.packed_parts(tensors.v.shape[0], sequences, is_v=True)
-        else:
-            of_q, of_k = (self.traits.parts(x.shape[1]) for x in (tensors.q, tensors.k))
-            of_v = self.traits.parts(tensors.v.shape[1], is_v=True)
-        if not self.problem.measures_heads:
-            heads_q, heads_k = 0, 0
-        else:
-            heads_q, heads_k = heads, kv_heads
-        q, k = HeadTiles.of(batch, of_q, heads_q), HeadTiles.of(batch, of_k, heads_k)
-        return Work(q, k, HeadTiles.of(batch, of_v, kv_heads))
-
     def blocks(self, tensors: QuantizeTensors) -> Work:
         """The blocks that measure them: one of Q or K has the same part of several heads."""
-        work, visits = self.work(tensors), self.traits.measured
+        work, visits = self.parts.work(tensors), self.traits.measured
         if self.problem.shares_angles and self.problem.measures_heads:
             return work.shared(shared_tiles(tensors, work.q.tiles, 1, self.traits.measuring))
         q, k = (HeadTiles.of(x.batch, x.tiles, cute.ceil_div(x.heads, visits)) for x in (work.q, work.k))
@@ -113,7 +95,8 @@ class Measure:
 
     @cute.kernel
     def measure(self, tensors: QuantizeTensors, work: Work, blocks: Work):
-        cute.arch.griddepcontrol_launch_dependents()  # `scale` may begin where blocks end, and then waits
+        cute.arch.griddepcontrol_wait()  # for whatever is launched before, which may make Q, K and V
+        cute.arch.griddepcontrol_launch_dependents()  # the next launch may begin where blocks end, and then waits
         number = blocks.number(cute.arch.block_idx()[0])
         memory = shared_numbers(self.traits.measuring_bytes(self.problem))
         if const_expr(self.problem.measures_heads):
@@ -267,7 +250,7 @@ class Measure:
         if const_expr(memory is None):
             memory = shared_numbers(4 * quads * head_dim)
         stage = part_of(memory, 0, (head_dim, quads))
-        target = self.columns_of(work, number - work.first_v())
+        target = self.parts.columns_of(work, number - work.first_v())
         for statistic in cutlass.range_constexpr(self.problem.statistics):
             if tile.is_own:
                 for e in cutlass.range_constexpr(COLUMNS):
@@ -286,10 +269,6 @@ class Measure:
         """A statistic of a thread's column."""
         return half_of(extremes[e // 2, statistic - 1], e % 2, self.problem.dtype) if statistic else sums[e]
 
-    def columns_of(self, work: Work, number: Int32) -> Int64:
-        """Where the statistics of the columns of V's part `number` begin."""
-        return Int64(work.first_v()) + Int64(number) * (self.problem.statistics * self.problem.head_dim_v)
-
     @cute.kernel
     def scale(self, tensors: QuantizeTensors, work: Work):
         cute.arch.griddepcontrol_launch_dependents()
@@ -300,15 +279,19 @@ class Measure:
             peak_v = self.finish_columns(tensors, work, batch, head)
         if const_expr(self.problem.measures_heads):
             grouped = tensors.q.shape[-2] // tensors.k.shape[-2]
-            first_k, first_v = work.q.size(), work.first_v()
+            threads = cute.arch.thread_idx()[0], SCALE_THREADS
+            of_q, of_k = (
+                self.parts.of_entry(work.q, tensors.cu_q, batch),
+                self.parts.of_entry(work.k, tensors.cu_k, batch),
+            )
             peaks = [
-                self.largest(tensors, self.parts_of(work.q, tensors.cu_q, batch), Int32(0), (head * grouped, grouped)),
-                self.largest(tensors, self.parts_of(work.k, tensors.cu_k, batch), first_k, (head, 1)),
+                self.parts.largest(tensors, of_q, Int32(0), (head * grouped, grouped), threads),
+                self.parts.largest(tensors, of_k, work.q.size(), (head, 1), threads),
                 peak_v,
             ]
             if const_expr(not self.problem.smooths_v):
-                of_v = self.parts_of(work.v, tensors.cu_k, batch, is_v=True)
-                peaks[2] = self.largest(tensors, of_v, first_v, (head, 1))
+                of_v = self.parts.of_entry(work.v, tensors.cu_k, batch, is_v=True)
+                peaks[2] = self.parts.largest(tensors, of_v, work.first_v(), (head, 1), threads)
             self.put_descales(tensors, batch, head, peaks)
 
     @cute.jit
@@ -322,58 +305,16 @@ class Measure:
             if cute.arch.thread_idx()[0] == 0:
                 targets[x][batch, head] = descale_of(peak, self.problem.to)
 
-    def parts_of(self, parts: HeadTiles, cu_seqlens: cute.Tensor | None, batch: Int32, is_v: bool = False):
-        """(all parts, the batch entry in their numbers, the first part, how many) of a batch entry or sequence."""
-        if cu_seqlens is None:
-            return parts, batch, None, parts.tiles
-        first, end = (first_tile(cu_seqlens[x], x, self.traits.part_rows(is_v)) for x in (batch, batch + 1))
-        return parts, Int32(0), first, end - first
-
-    @cute.jit
-    def largest(self, tensors: QuantizeTensors, found, start: Int32, heads):
-        """The largest of those magnitudes of some heads' parts that are this thread's to read."""
-        parts, batch, first_part, of_head = found
-        first, count = heads
-        peak = Float32(0.0)
-        index, total = cute.arch.thread_idx()[0], of_head * count
-        while index < total:
-            part = index // count
-            if const_expr(first_part is not None):
-                part += first_part
-            number = start + parts.number(batch, part, first + index % count)
-            peak = cute.arch.fmax(peak, tensors.workspace[number])
-            index += SCALE_THREADS
-        return peak
-
     @cute.jit
     def finish_columns(self, tensors: QuantizeTensors, work: Work, batch: Int32, head: Int32):
         """Write the mean of V's columns; returns the largest magnitude of this thread's column minus its mean."""
-        head_dim = self.problem.head_dim_v
-        parts, entry, first_part, count = self.parts_of(work.v, tensors.cu_k, batch, is_v=True)
-        seqlen = tensors.v.shape[1] if const_expr(first_part is None) else self.counted_keys(tensors, batch)
         peak = Float32(0.0)
         column = cute.arch.thread_idx()[0]
-        if column < head_dim:
-            total, low, high = Float32(0.0), Float32.inf, -Float32.inf
-            for index in cutlass.range(count, unroll=8):
-                part = index
-                if const_expr(first_part is not None):
-                    part += first_part
-                source = self.columns_of(work, parts.number(entry, part, head)) + column
-                total = total + tensors.workspace[source]
-                if const_expr(self.problem.measures_heads):
-                    low = cute.arch.fmin(low, tensors.workspace[source + head_dim])
-                    high = cute.arch.fmax(high, tensors.workspace[source + 2 * head_dim])
-            mean = total / Float32(cutlass.max(seqlen, 1))
+        if column < self.problem.head_dim_v:
+            mean, size = self.parts.finish_column(tensors, work, batch, head, column)
             tensors.v_mean[batch, head, column] = mean
-            peak = cute.arch.fmax(peak, cute.arch.fmax(high - mean, mean - low))
+            peak = cute.arch.fmax(peak, size)
         return peak
-
-    def counted_keys(self, tensors: QuantizeTensors, sequence: Int32) -> Int32:
-        """How many keys of a packed sequence count."""
-        if tensors.used_k is not None:
-            return tensors.used_k[sequence]
-        return tensors.cu_k[sequence + 1] - tensors.cu_k[sequence]
 
 
 def combine(statistic: int, a: Float32, b: Float32) -> Float32:

@@ -14,9 +14,10 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.kernels.common.quantize_held import Held
+from cuteflash.kernels.common.quantize_parts import Parts
 from cuteflash.kernels.common.quantize_scales import Scales
 from cuteflash.kernels.common.quantize_split import SplitTile
-from cuteflash.kernels.common.quantize_tile import Rows, Tile, copy_of, part_of, put_row, thread_again
+from cuteflash.kernels.common.quantize_tile import Rows, Tile, copy_of, descale_of, part_of, put_row, thread_again
 from cuteflash.kernels.common.quantize_turn import Turner
 from cuteflash.kernels.common.quantize_work import HeadRows, Place, Span, Work, choose, tile_span
 from cuteflash.quantize_problem import QuantizeProblem, QuantizeTensors
@@ -44,6 +45,11 @@ class Visit:
     source: HeadRows
     target: HeadRows
 
+    def kv_heads(self) -> tuple[Int32, Int32]:
+        """Whose heads these are: the first KV head, and how many there are."""
+        first = self.first // self.sharing
+        return first, (self.first + self.count - 1) // self.sharing - first + 1
+
     def is_listed(self, scales: Scales, tensors: QuantizeTensors) -> Boolean | bool:
         """Whether the tile has a scale."""
         return scales.has_qk(tensors, self.is_q, self.place)
@@ -56,6 +62,7 @@ class RotatedHeads:
         self.traits = traits
         self.problem = problem
         self.scales = Scales(traits, problem)
+        self.parts = Parts(traits, problem)
 
     def visits(self, tensors: QuantizeTensors) -> tuple[Any, Any]:
         """How many heads of Q and of K a block visits: of those that share a scale which it finds alone, all."""
@@ -97,6 +104,7 @@ class RotatedHeads:
     def convert(self, tensors: QuantizeTensors, work: Work, number: Int32, memory: cute.Tensor | None):
         """Convert a tile of some heads; `memory` is that of the block, see `QuantizeTraits.shared_bytes`."""
         problem = self.problem
+        peaks = self.parts.peaks() if problem.folds else None
         visit = self.visit(tensors, work, number)
         span = visit.span
         tile = self.tile(span)
@@ -105,26 +113,61 @@ class RotatedHeads:
         self.load(tile, visit.source[Int32(0)], words)
         turner.put_angles()
         if const_expr(problem.measures_heads):
-            cute.arch.griddepcontrol_wait()  # other kernels bring the scales
+            cute.arch.griddepcontrol_wait()  # other kernels bring the scales, or what they follow from
+        peak = Float32(0.0)
+        if const_expr(problem.folds):
+            peak = self.parts.begin(tensors, work.parts, visit.is_q, span.entry, visit.kv_heads())
         if const_expr(problem.scales_by_block):
             self.convert_blocks(tensors, visit, turner, words)
         else:
             for step in cutlass.range(visit.count, unroll=1):
-                place = Place(span.entry, visit.place.tile, (visit.first + step) // visit.sharing)
-                factor = problem.hadamard_scale / self.scales.of_qk(tensors, visit.is_q, place)[0]
                 if const_expr(problem.keeps_angles):
+                    factor = Float32(1.0)
+                    if const_expr(not problem.folds):
+                        factor = self.known_factor(tensors, visit, step)
                     held = turner.turned(words, visit.source[step])
                     if const_expr(self.traits.loads_ahead):
                         self.load_next(visit, tile, step, words)
+                    if const_expr(problem.folds):
+                        if step == 0:
+                            self.finish_scales(tensors, visit, peak, peaks)
+                        factor = self.folded_factor(visit, step, peaks)
                     self.put(visit.target[step], self.again_held(span, held, step), factor)
                     if const_expr(not self.traits.loads_ahead):
                         self.load_next(visit, tile, step, words)
                 else:
+                    factor = Float32(1.0)
+                    if const_expr(problem.folds):
+                        if step == 0:
+                            self.finish_scales(tensors, visit, peak, peaks)
+                        factor = self.folded_factor(visit, step, peaks)
+                    else:
+                        factor = self.known_factor(tensors, visit, step)
                     again = dataclasses.replace(turner, tile=self.again(span, tile, step))
                     held = again.held()
                     for i in cutlass.range_constexpr(ROWS):
                         again.turn(held, words, visit.source[step], i)
                         put_row(visit.target[step], again.tile, i, held.eight_bits(i, factor, problem.to))
+
+    def known_factor(self, tensors: QuantizeTensors, visit: Visit, step: Int32) -> Float32:
+        """What rows of the head of a step are multiplied with, by a scale that is there."""
+        place = Place(visit.span.entry, visit.place.tile, (visit.first + step) // visit.sharing)
+        return self.problem.hadamard_scale / self.scales.of_qk(tensors, visit.is_q, place)[0]
+
+    def folded_factor(self, visit: Visit, step: Int32, peaks: cute.Tensor) -> Float32:
+        """The same by the largest magnitude of its KV head."""
+        kv_head = (visit.first + step) // visit.sharing - visit.kv_heads()[0]
+        return self.problem.hadamard_scale / descale_of(peaks[kv_head], self.problem.to)
+
+    @cute.jit
+    def finish_scales(self, tensors: QuantizeTensors, visit: Visit, peak: Float32, peaks: cute.Tensor):
+        """Put together the largest magnitudes of the KV heads; the blocks of the first tile write their descales."""
+        first, count = visit.kv_heads()
+        self.parts.finish(peak, count, peaks)
+        thread = cute.arch.thread_idx()[0]
+        if visit.place.tile == 0 and thread < count:
+            descale = self.scales.of_qk(tensors, visit.is_q, Place(visit.span.entry, visit.place.tile, first + thread))
+            descale[0] = descale_of(peaks[thread], self.problem.to)
 
     @cute.jit
     def load_next(self, visit: Visit, tile: Tile, step: Int32, words: cute.Tensor):

@@ -10,16 +10,20 @@ from collections.abc import Callable
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass.memory import SmemAllocator
 
 from cuteflash.core.signature import ALIGN_ELEMENTS
 from cuteflash.kernels.common.quantize_centred import less_than_mean, size_of_values
 from cuteflash.kernels.common.quantize_held import Held
+from cuteflash.kernels.common.quantize_parts import Parts
 from cuteflash.kernels.common.quantize_scales import Scales
 from cuteflash.kernels.common.quantize_tile import (
     NUMBERS,
     WORDS,
     Rows,
     Tile,
+    block_max,
+    descale_of,
     own_columns,
     part_of,
     put_columns,
@@ -29,7 +33,7 @@ from cuteflash.kernels.common.quantize_tile import (
 )
 from cuteflash.kernels.common.quantize_work import Place, Span, Work, tile_span, tiles_of
 from cuteflash.quantize_problem import BLOCK_TOKENS, QuantizeProblem, QuantizeTensors
-from cuteflash.traits.quantize import COLUMNS, ROWS, QuantizeTraits
+from cuteflash.traits.quantize import COLUMNS, ROWS, WARP, QuantizeTraits
 
 Value = Callable[[int, int], Float32]  # an element in fp32, of a thread's column and row
 
@@ -41,6 +45,7 @@ class Values:
         self.traits = traits
         self.problem = problem
         self.scales = Scales(traits, problem)
+        self.parts = Parts(traits, problem)
 
     @cute.jit
     def convert(self, tensors: QuantizeTensors, work: Work, number: Int32, memory: cute.Tensor | None):
@@ -48,18 +53,20 @@ class Values:
         problem = self.problem
         place = work.v.place(number - work.first_v())
         if const_expr(self.traits.centres_v):
-            self.convert_tiles(tensors, place, memory)
+            self.convert_tiles(tensors, work, place, memory)
         else:
             span = tile_span(problem, self.traits, tensors, None, place)
             tile = span.tile(span.first, problem.head_dim_v, self.traits.quads)
             held = Held.load(Rows.of(tensors.v, span.origin, place.head), tile, problem.dtype)
-            mean = None
-            if const_expr(problem.smooths_v):
+            mean = known = None
+            if const_expr(problem.folds):
+                mean, known = self.found(tensors, work.parts, place, tile)
+            elif const_expr(problem.smooths_v):
                 mean = self.mean(tensors, span, place, tile)
             elif const_expr(problem.measures_heads):
                 cute.arch.griddepcontrol_wait()  # they bring the scale, too
             size = held.magnitude(mean) if problem.scales_by_block else None
-            factor = self.factor(tensors, span, place, tile, size, self.scales.numbers()[None, 0])
+            factor = self.factor(tensors, span, place, tile, size, self.scales.numbers()[None, 0], known)
             value = functools.partial(held.value, mean=mean)
             if const_expr(problem.transposes_v):
                 words = [self.column(value, factor, e) for e in range(COLUMNS)]
@@ -68,7 +75,7 @@ class Values:
                 self.put_rows(Rows.of(tensors.v8, span.origin, place.head), tile, value, factor)
 
     @cute.jit
-    def convert_tiles(self, tensors: QuantizeTensors, place: Place, memory: cute.Tensor):
+    def convert_tiles(self, tensors: QuantizeTensors, work: Work, place: Place, memory: cute.Tensor):
         """Transpose tiles of a head that follow each other: while one is written, the next one is loaded.
 
         Elements minus their mean stay fp32 in between.
@@ -80,7 +87,12 @@ class Values:
         rows = Rows.of(tensors.v, span.origin, place.head)
         held = Held.load(rows, tile, problem.dtype)
         stage = part_of(memory, 0, (traits.quads, problem.head_dim_v), Uint32)
-        mean = self.kept(self.mean(tensors, span, place, tile), memory, traits.quads * problem.head_dim_v)
+        known = None
+        if const_expr(problem.folds):
+            mean, known = self.found(tensors, work.parts, Place(place.batch, first, place.head), tile)
+        else:
+            mean = self.mean(tensors, span, place, tile)
+        mean = self.kept(mean, memory, traits.quads * problem.head_dim_v)
         numbers = self.scales.numbers(2)  # tiles take turns, so that one barrier suffices
         count = cutlass.min(traits.tiles_of_v, self.tiles(tensors) - first)
         for step in cutlass.range(count, unroll=1):
@@ -95,7 +107,7 @@ class Values:
             else:
                 cute.arch.sync_threads()  # what the last tile had in shared memory is read
             own = Place(place.batch, first + step, place.head)
-            factor = -self.factor(tensors, span, own, tile, size, numbers[None, step & 1])
+            factor = -self.factor(tensors, span, own, tile, size, numbers[None, step & 1], known)
             value = functools.partial(value_of, values)
             words = [self.column(value, factor, e) for e in range(ALIGN_ELEMENTS)]
             if step + 1 < count:  # not sooner, which would take registers
@@ -116,6 +128,36 @@ class Values:
         cute.arch.griddepcontrol_wait()
         return own_columns(tensors.v_mean[span.entry, place.head, None], tile)
 
+    @cute.jit
+    def found(self, tensors: QuantizeTensors, parts: Work, place: Place, tile: Tile):
+        """(V's mean, (columns,) of a thread, or None; the head's descale) of what is measured of parts.
+
+        The blocks of a head's first tile write them.
+        """
+        problem, traits = self.problem, self.traits
+        cute.arch.griddepcontrol_wait()
+        thread, peak = cute.arch.thread_idx()[0], Float32(0.0)
+        mean = None
+        columns = SmemAllocator().allocate_tensor(Float32, cute.make_layout(problem.head_dim_v), byte_alignment=16)
+        if const_expr(problem.smooths_v):
+            if thread < problem.head_dim_v:
+                columns[thread], size = self.parts.finish_column(tensors, parts, place.batch, place.head, thread)
+                peak = cute.arch.fmax(peak, size)
+                if place.tile == 0:
+                    tensors.v_mean[place.batch, place.head, thread] = columns[thread]
+        else:
+            of_v = self.parts.of_entry(parts.v, None, place.batch, is_v=True)
+            threads = thread, traits.num_threads
+            peak = self.parts.largest(tensors, of_v, parts.first_v(), (place.head, 1), threads)
+        peak = block_max(peak, self.scales.numbers()[None, 0], traits.num_threads // WARP)
+        descale = descale_of(peak, problem.to)
+        self.scales.put(self.scales.at(tensors.v_descale, place), descale, place.tile == 0)
+        if const_expr(problem.smooths_v):
+            mean = cute.make_rmem_tensor(COLUMNS, Float32)
+            for e in cutlass.range_constexpr(COLUMNS):
+                mean[e] = columns[tile.lane * COLUMNS + e]
+        return mean, descale
+
     def kept(self, mean: cute.Tensor, memory: cute.Tensor, first: int) -> cute.Tensor:
         """(4, columns / 4) of a thread in shared memory, where they take no registers beside a tile."""
         shape = NUMBERS, self.traits.num_threads, COLUMNS // NUMBERS
@@ -132,13 +174,17 @@ class Values:
         tile: Tile,
         size: Float32 | None,
         numbers: cute.Tensor,
+        known: Float32 | None = None,
     ) -> Float32:
         """What a tile's elements are multiplied with: that of a scale which is there, or is found and written.
 
         Args:
             size: if it is to be found, the largest magnitude that a thread has seen.
             numbers: see `Scales.numbers`.
+            known: the descale, if `found` gave it.
         """
+        if known is not None:
+            return 1.0 / known
         descale = self.scales.at(tensors.v_descale, Place(span.entry, place.tile, place.head))
         if size is None:
             return 1.0 / descale[0]

@@ -221,7 +221,8 @@ class Sharing:
 class Work:
     """The blocks of a launch: numbered are those of Q, then those of K, then those of V.
 
-    `mix` is the order in which they run; None is that of their numbers. With `sharing` see `SharedHeads`.
+    `mix` is the order in which they run; None is that of their numbers. With `sharing` see `SharedHeads`. `parts` are
+    those that were measured, if blocks put them together.
     """
 
     q: HeadTiles
@@ -229,6 +230,7 @@ class Work:
     v: HeadTiles
     mix: Mix | None = None
     sharing: Sharing | None = None
+    parts: Work | None = None
 
     def shared(self, found: tuple[HeadTiles, HeadTiles, Sharing]) -> Work:
         """With other blocks of Q and K."""
