@@ -152,7 +152,7 @@ class Launch:
             m_blocks = cute.ceil_div(seqlen_q, kernel.tile_tokens)
             group = TileOrder.head_group(lengths.seqlen_k, heads_per_kv, operands.kv_row_bytes)
             if persistent:
-                group = TileOrder.even_group(group, m_blocks, scalars.num_sms)
+                group = TileOrder.even_group(group, m_blocks, scalars.num_sms * kernel.traits.blocks_per_sm)
             group, longest_first = cutlass.min(group, heads * batch), kernel.longest_first
             order = TileOrder(m_blocks, heads, batch, group, longest_first, zigzag=longest_first)
         scale, inner_scale = score_scales(scores.softcap, scalars)

@@ -58,6 +58,10 @@ SM90_SWITCHES: tuple[dict[str, Any], ...] = (
     {"longest_first": False},
     {"warp_specialized": False, "pingpong": False, "overlap": False, "exp_rows_before_wait": 0},
 )
+# Several blocks of one consumer warpgroup each, for loops of few steps (docs/performance.md, 37).
+SM90_RESIDENT: tuple[dict[str, Any], ...] = tuple(
+    FIXED_MAX | {"blocks_per_sm": blocks, "exp_rows_before_wait": 0} for blocks in (2, 3, 4)
+)
 # Of 8-bit operands: an instruction takes 32 keys, and P and O have one place each.
 FP8_TILE_N = range(32, 257, 32)
 FP8_PLACES: tuple[dict[str, Any], ...] = ({}, {"q_stage": 2}, {"q_in_regs": True})
@@ -130,6 +134,8 @@ def fwd_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[FwdTraitsSm9
             if stages == SM90_STAGES[0]:
                 yield from changed(base, SM90_ORDERS if base.p_in_regs else ())
                 yield from changed(base, () if places else SM90_SWITCHES)
+                if tile_m == WGMMA_M:
+                    yield from filter(runs_somewhere, changed(base, SM90_RESIDENT))
 
 
 def fwd_candidates_fp8_sm90(head_dim: int, head_dim_v: int, *, turns_v: bool) -> Iterator[FwdTraitsFp8Sm90]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from cuteflash.traits.row import BF16, CAUSAL, DECODE, FULL, LONG, SHORT, SOFTCAP, WINDOW, Row, fwd_sm90
+from cuteflash.traits.row import BF16, CAUSAL, DECODE, FULL, LONG, SHORT, SOFTCAP, VARLEN, WINDOW, Row, fwd_sm90
 
 ROWS: tuple[Row, ...] = (
     fwd_sm90(
@@ -25,6 +25,20 @@ ROWS: tuple[Row, ...] = (
     fwd_sm90(
         64, 192, 128, FULL, lengths=SHORT, q_stage=2, fixed_max=True, repair_apart=True, exp_rows_before_wait=0
     ).measured("NVIDIA H200", "2026-11-22", 472),
+    fwd_sm90(
+        64,
+        64,
+        64,
+        CAUSAL,
+        lengths=SHORT,
+        without=SOFTCAP + VARLEN,
+        pingpong=False,
+        q_in_regs=True,
+        fixed_max=True,
+        repair_apart=True,
+        exp_rows_before_wait=0,
+        blocks_per_sm=3,
+    ).measured("NVIDIA H200", "2026-11-27", 306),
     fwd_sm90(
         64, 128, 128, CAUSAL + WINDOW, lengths=SHORT + LONG, q_in_regs=True, fixed_max=True, repair_apart=True
     ).measured("NVIDIA H200", "2026-11-22", 334),

@@ -26,6 +26,8 @@ PLAIN_FEATURES: frozenset[Feature] = frozenset({"softcap", "lse", "sink"})  # of
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 PAGED_SPLIT = 40, 232  # of two consumer warpgroups, if the producer looks up where rows lie
 PAIR_SPLIT = 40, 216  # of two blocks with one consumer warpgroup each
+# Likewise of several resident blocks, by their number and that of consumer warpgroups.
+RESIDENT_SPLIT = {(2, 1): PAIR_SPLIT, (2, 2): (24, 104), (3, 1): (24, 136), (4, 1): (24, 104)}
 
 
 def handout_regions(start: int) -> tuple[SmemRegion, SmemRegion]:
@@ -192,7 +194,9 @@ class FwdTraitsSm90:
 
     @property
     def _register_split(self) -> tuple[int, int]:
-        return PAIR_SPLIT if self.blocks_per_sm > 1 else REGISTER_SPLIT[self.mma_warpgroups]
+        if self.blocks_per_sm > 1:
+            return RESIDENT_SPLIT[self.blocks_per_sm, self.mma_warpgroups]
+        return REGISTER_SPLIT[self.mma_warpgroups]
 
     @property
     def packed_regs(self) -> tuple[int, int]:
@@ -280,8 +284,10 @@ class FwdTraitsSm90:
             )
         if self.splits and (self.mma_warpgroups > 1 or self.fixed_max or not self.warp_specialized):
             return "splits needs one consumer warpgroup and a producer, and no fixed_max: a share may be masked wholly"
-        if self.blocks_per_sm not in (1, 2) or (self.blocks_per_sm == 2 and not self.splits):
-            return f"blocks_per_sm is {self.blocks_per_sm}, not 1 or, with splits, 2"
+        if self.blocks_per_sm > 1 and (self.blocks_per_sm, self.mma_warpgroups) not in RESIDENT_SPLIT:
+            return (
+                f"{self.blocks_per_sm} blocks of {self.mma_warpgroups} consumer warpgroups have no split of registers"
+            )
         resident = self.blocks_per_sm * (self.smem_bytes + BLOCK_SMEM)
         if self.blocks_per_sm > 1 and resident > arch.smem_per_sm:
             return f"{self.blocks_per_sm} blocks need {resident} bytes of shared memory, there are {arch.smem_per_sm}"

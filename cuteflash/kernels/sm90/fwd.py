@@ -298,7 +298,7 @@ class FlashFwdSm90:
         else:
             blocks = launch.order.size()
             if const_expr(traits.persistent):
-                blocks = cutlass.min(blocks, scalars.num_sms)
+                blocks = cutlass.min(blocks, scalars.num_sms * traits.blocks_per_sm)
         self.kernel(tma, tensors.lse, Scales.of(scales, self.problem.storage), launch, partials).launch(
             grid=(blocks, 1, 1),
             block=(traits.num_threads, 1, 1),
