@@ -304,7 +304,9 @@ def test_the_score_finds_the_hopper_rows_that_were_measured(head_dim: int) -> No
     # Of a thousand. At 128 columns candidates with Q in registers, which nobody has timed, stand before the rows.
     assert min(map(order.index, rows)) < (24 if head_dim == 128 else 10)
     tiles = {(traits.tile_m, traits.tile_n) for traits in order[:40]}
-    assert {(traits.tile_m, traits.tile_n) for traits in rows if traits.fixed_max} <= tiles
+    # The score is of a long loop. Several resident blocks pay for short ones: one loads and stores, others compute.
+    lone = [traits for traits in rows if traits.blocks_per_sm == 1]
+    assert {(traits.tile_m, traits.tile_n) for traits in lone if traits.fixed_max} <= tiles
 
 
 def test_a_shortlist_mixes_tiles() -> None:
