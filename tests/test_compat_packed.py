@@ -91,7 +91,7 @@ def test_pages() -> None:
         ({"return_attn_probs": 2}, "return_attn_probs is 2"),
         ({"v": torch.zeros(7, 4, 2, 8)[1:]}, r"v.shape\[0\] \(num_pages\) is 6; allowed: 7, that of k$"),
     ],
-    ids=lambda x: str(x) if isinstance(x, str) else "",
+    ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_errors_of_pages_have_the_names_of_the_call(change: dict[str, Any], message: str) -> None:
     q, pages, table = torch.zeros(13, 4, 8), torch.zeros(7, 4, 2, 8), torch.zeros(3, 2, dtype=torch.int32)
