@@ -79,6 +79,7 @@ class BwdTraits(FwdTraits, Protocol):
     Attributes:
         first_stores: the first block that comes to a tile of dQ stores what the others add to; otherwise the sum is
             cleared before the kernel.
+        early_launch: the kernels of a call begin where those before them end (programmatic dependent launch).
         turns_at_once: so many blocks of a head run at the same time in a deterministic call, if there are enough heads:
             fewer wait less for their turn at its dQ, but more heads take more of L2. 0 is any number.
         persistent: a block works on many tiles of a dense batch.
@@ -87,6 +88,7 @@ class BwdTraits(FwdTraits, Protocol):
     """
 
     first_stores: ClassVar[bool]
+    early_launch: ClassVar[bool]
 
     @property
     def turns_at_once(self) -> int: ...

@@ -66,6 +66,7 @@ class BwdTraitsSm80:
         {"softcap", "deterministic", "varlen", "sink"}
     )  # those that the kernel implements
     first_stores: ClassVar[bool] = False
+    early_launch: ClassVar[bool] = False
     persistent: ClassVar[bool] = False
     element_bytes: ClassVar[int] = 2
     dtypes: ClassVar[tuple[str, ...]] = DTYPES

@@ -63,6 +63,7 @@ class BwdTraitsSm90:
         {"softcap", "deterministic", "varlen", "sink"}
     )  # those that the kernel implements
     first_stores: ClassVar[bool] = True
+    early_launch: ClassVar[bool] = True
     turns_at_once: ClassVar[int] = 0
     lone_tiles: ClassVar[bool] = False
     element_bytes: ClassVar[int] = 2

@@ -44,6 +44,7 @@ class BwdTwoPassTraitsSm90:
     # Those that the kernels implement.
     features: ClassVar[frozenset[Feature]] = frozenset({"softcap", "deterministic", "varlen", "sink"})
     first_stores: ClassVar[bool] = False
+    early_launch: ClassVar[bool] = True
     turns_at_once: ClassVar[int] = 0
     lone_tiles: ClassVar[bool] = False
     persistent: ClassVar[bool] = False

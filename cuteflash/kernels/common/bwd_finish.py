@@ -91,7 +91,10 @@ class BwdFinish:
         tiles = WorkspaceTiles.of(self.traits, tensors, packed, workspace)
         self.kernel.set_name_prefix("flash_bwd_finish", remove_cutlass_symbol=True)
         self.kernel(rows_first(tensors.dq), views, tiles, scale).launch(
-            grid=(tiles.order.size(), 1, 1), block=(len(parts.origins) * parts.threads, 1, 1), stream=stream
+            grid=(tiles.order.size(), 1, 1),
+            block=(len(parts.origins) * parts.threads, 1, 1),
+            stream=stream,
+            use_pdl=self.traits.early_launch,
         )
 
     @cute.kernel
@@ -99,6 +102,8 @@ class BwdFinish:
         place = tiles.place(cute.arch.block_idx()[0])
         layout = atoms.swizzled_tile(self.traits.tile_m, self.traits.head_dim)
         stage = SmemAllocator().allocate_tensor(self.dtype, layout, byte_alignment=1024)
+        if const_expr(self.traits.early_launch):
+            cute.arch.griddepcontrol_wait()  # all blocks: the launch after this one waits for no other
         if place.has_sum:
             self.finish(gDQ, views, place, scale, stage)
 

@@ -59,7 +59,9 @@ class BwdPrepare:
         self.kernel.set_name_prefix("flash_bwd_prepare", remove_cutlass_symbol=True)
         self.kernel(
             rows_first(tensors.o), rows_first(tensors.do), tensors.lse, tensors.dlse, views, tiles, sinks
-        ).launch(grid=(tiles.order.size(), 1, 1), block=(THREADS, 1, 1), stream=stream)
+        ).launch(
+            grid=(tiles.order.size(), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.traits.early_launch
+        )
 
     @cute.kernel
     def kernel(
@@ -72,6 +74,9 @@ class BwdPrepare:
         tiles: WorkspaceTiles,
         sinks: SinkTensors,
     ):
+        if const_expr(self.traits.early_launch):
+            cute.arch.griddepcontrol_wait()  # for whatever is launched before, which may make what is read here
+            cute.arch.griddepcontrol_launch_dependents()  # the main kernel may read all inputs but this one's results
         place = tiles.place(cute.arch.block_idx()[0])
         if place.exists:
             self.prepare(gO, gDO, (mLSE, mDLSE), views, place, sinks)

@@ -9,7 +9,8 @@
     sdQ ──bulk add──► fp32 dQ    dQ = dS K         dS through shared memory; a part for each, or by a third warpgroup
     sdK, sdV ──TMA──► dK, dV
 
-A kernel before this one computes delta = rowsum(dO O), one after it rounds the sum to dQ. The first block that comes to
+A kernel before this one computes delta = rowsum(dO O), one after it rounds the sum to dQ; each begins where the one
+before it ends, and then waits for it. The first block that comes to
 a tile of dQ stores, the others add (`kernels/common/turns.py`), so that nothing has to be cleared. If dQ has to be the
 same bits in every run, or if it is faster, blocks take turns, by ascending key (`cuteflash.core.turns`). The query
 heads of one KV head are visited in turn by the same block, which sums up their dK and dV in registers. Persistent
@@ -73,6 +74,11 @@ class FlashBwdSm90:
     def in_turn(self) -> bool:
         """Whether blocks add to a tile of dQ by ascending key, each after the one before it."""
         return self.problem.is_deterministic or (self.traits.in_turn and self.problem.storage.k == "dense")
+
+    @property
+    def runs_at_once(self) -> bool:
+        """Whether blocks that wait for each other's turns have their tiles in advance, so that all of them must run."""
+        return self.traits.persistent and self.in_turn and not self.hands_out
 
     def fake_args(self) -> tuple:
         """The arguments that this kernel is compiled with: fakes of `BwdArguments`."""
@@ -161,8 +167,8 @@ class FlashBwdSm90:
             block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,  # without it setmaxnreg is dropped
-            # Blocks that wait for each other's turns and have their tiles in advance must all run.
-            cooperative=traits.persistent and self.in_turn and not self.hands_out,
+            cooperative=self.runs_at_once,
+            use_pdl=not self.runs_at_once,
         )
         BwdFinish(self).launch(tensors, packed, workspace, scalars.softmax_scale, stream)
 
@@ -208,6 +214,8 @@ class FlashBwdSm90:
             self.differentiate(block, warp)
         elif tile.exists():
             self.differentiate(block, warp)
+        else:
+            cute.arch.griddepcontrol_wait()  # if no block has a tile, the kernel after this one waits for nothing else
 
     @cute.jit
     def differentiate(self, block: Block, warp: Int32):
@@ -233,6 +241,8 @@ class FlashBwdSm90:
     def produce(self, block: Block, warp: Int32):
         """The warps that feed the others with tiles and take results from them."""
         visit, stages = functools.partial(visit_key_tiles, self, block), self.traits.mma_warpgroups
+        cute.arch.griddepcontrol_launch_dependents()  # the kernel after this one may begin where blocks end
+        cute.arch.griddepcontrol_wait()  # this one has, perhaps, where those of the kernel before end
         if warp == 0:
             visit(functools.partial(load, self, block))
         for stage in cutlass.range_constexpr(stages):

@@ -91,6 +91,7 @@ class DkvPass:
             block=(self.traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,  # without it setmaxnreg is dropped
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -110,6 +111,8 @@ class DkvPass:
                     ring.init(CONSUMERS * WARPS)
                 rings.p.init_for(WARPS, WARPS)
             cute.arch.mbarrier_init_fence()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # the pass for dQ may begin where blocks end, with all it reads
         cute.arch.sync_threads()
         tile = launch.tile(cute.arch.block_idx()[0])
         if const_expr(self.problem.storage.k == "dense"):

@@ -117,6 +117,7 @@ class DqPass:
             block=(self.rows.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,  # without it setmaxnreg is dropped
+            use_pdl=True,  # it reads nothing of the pass before it, whose blocks wait for what both read
         )
 
     @cute.kernel
@@ -149,6 +150,8 @@ class DqPass:
             self.work(block, tile, warp)
         elif tile.exists():
             self.work(block, tile, warp)
+        if cute.arch.block_idx()[0] == cute.arch.grid_dim()[0] - 1:
+            cute.arch.griddepcontrol_wait()  # the launch after this one waits for this one, not for the pass before it
 
     @cute.jit
     def work(self, block: Block, tile: QueryTile, warp: Int32):

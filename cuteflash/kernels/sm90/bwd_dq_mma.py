@@ -152,7 +152,7 @@ def consume(
         wg.lse[r], wg.delta[r] = Float32.inf, Float32(0.0)
         if token < tile.mask.seqlen_q:
             row = workspace.row(token, tile.sequence)
-            wg.lse[r], wg.delta[r] = workspace.lse_log2[row, tile.head], workspace.delta[row, tile.head]
+            wg.lse[r], wg.delta[r] = (fresh(x, row, tile.head) for x in (workspace.lse_log2, workspace.delta))
     blocks = tile.visited_blocks()
     full_lo, full_hi = own.full_blocks()
     if const_expr(kernel.rows.pingpong):
@@ -234,6 +234,11 @@ def write_dq(
         cute.copy(tma.store_dq, tQsQ[None, wg.index], tQgQ[None, tile.m_block * CONSUMERS + wg.index])
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def fresh(mX: cute.Tensor, row: Int32, head: Int32) -> Float32:
+    """A row statistic, as it is in L2: L1 may have an older one, as this launch does not wait for the one before it."""
+    return cute.arch.load(mX.iterator + cute.crd2idx((row, head), mX.layout), Float32, sem="relaxed", scope="gpu")
 
 
 def take_turn(kernel, wg: QueryWarpgroup) -> None:

@@ -5,7 +5,8 @@
     dQ        by query tiles: S, dP, dQ     (`bwd_dq.py`)
 
 Seven products instead of five, but no sum in memory: for wide heads, whose one-pass tiles are so small that adding dQ
-to memory takes longer than the products, and bitwise repeatable.
+to memory takes longer than the products, and bitwise repeatable. Each launch begins where the one before it ends; the
+pass for dQ, which reads nothing of the other, works beside its last blocks.
 """
 
 from __future__ import annotations
