@@ -19,6 +19,7 @@ from cuteflash.validate import ALIGNMENT
 from cuteflash.validate_quantize import QuantizeInputs, check_quantize
 
 SHARED_ANGLES = 4  # heads for which cosines and sines are loaded once, at least, if blocks of a cluster are to pay
+FOLDED_COLUMNS = 64  # of the widest rows: narrower ones have fewer warps than a block visits KV heads
 FOLDED_TOKENS = 8192  # of a head whose parts each block reads: they grow with it, and so do its blocks
 Result = tuple[Tensor, ...]
 TABLE_NAMES: dict[torch.dtype, RotaryDtype] = {torch.float32: "fp32", **DTYPE_NAMES}
@@ -61,7 +62,8 @@ def has_few_parts(inputs: QuantizeInputs) -> bool:
     There are blocks to write each head's descales, and a block has a warp for each KV head that it visits.
     """
     lengths = inputs.q.shape[1], inputs.k.shape[1]
-    return min(lengths) > 0 and max(lengths) <= FOLDED_TOKENS and max(inputs.q.shape[-1], inputs.v.shape[-1]) >= 64
+    is_wide = max(inputs.q.shape[-1], inputs.v.shape[-1]) >= FOLDED_COLUMNS
+    return min(lengths) > 0 and max(lengths) <= FOLDED_TOKENS and is_wide
 
 
 def kernel_of(problem: QuantizeProblem) -> Callable[..., Any]:

@@ -25,9 +25,7 @@ MAX_REGS, REGISTER_FILE = 255, 65536  # a thread's at most, a multiprocessor's
 PLAIN_FEATURES: frozenset[Feature] = frozenset({"softcap", "lse", "sink"})  # of every kernel
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 PAGED_SPLIT = 40, 232  # of two consumer warpgroups, if the producer looks up where rows lie
-PAIR_SPLIT = 40, 216  # of two blocks with one consumer warpgroup each
-# Likewise of several resident blocks, by their number and that of consumer warpgroups.
-RESIDENT_SPLIT = {(2, 1): PAIR_SPLIT, (2, 2): (24, 104), (3, 1): (24, 136), (4, 1): (24, 104)}
+RESIDENT_SPLIT = {2: (40, 216), 3: (24, 136), 4: (24, 104)}  # of so many blocks with one consumer warpgroup each
 
 
 def handout_regions(start: int) -> tuple[SmemRegion, SmemRegion]:
@@ -195,7 +193,7 @@ class FwdTraitsSm90:
     @property
     def _register_split(self) -> tuple[int, int]:
         if self.blocks_per_sm > 1:
-            return RESIDENT_SPLIT[self.blocks_per_sm, self.mma_warpgroups]
+            return RESIDENT_SPLIT[self.blocks_per_sm]
         return REGISTER_SPLIT[self.mma_warpgroups]
 
     @property
@@ -284,10 +282,9 @@ class FwdTraitsSm90:
             )
         if self.splits and (self.mma_warpgroups > 1 or self.fixed_max or not self.warp_specialized):
             return "splits needs one consumer warpgroup and a producer, and no fixed_max: a share may be masked wholly"
-        if self.blocks_per_sm > 1 and (self.blocks_per_sm, self.mma_warpgroups) not in RESIDENT_SPLIT:
-            return (
-                f"{self.blocks_per_sm} blocks of {self.mma_warpgroups} consumer warpgroups have no split of registers"
-            )
+        if self.blocks_per_sm > 1 and (self.mma_warpgroups > 1 or self.blocks_per_sm not in RESIDENT_SPLIT):
+            allowed = ", ".join(str(blocks) for blocks in RESIDENT_SPLIT)
+            return f"blocks_per_sm {self.blocks_per_sm} is not 1, or one of {allowed} with one consumer warpgroup each"
         resident = self.blocks_per_sm * (self.smem_bytes + BLOCK_SMEM)
         if self.blocks_per_sm > 1 and resident > arch.smem_per_sm:
             return f"{self.blocks_per_sm} blocks need {resident} bytes of shared memory, there are {arch.smem_per_sm}"

@@ -5,9 +5,9 @@
     convert   of each tile of tokens: rotate, subtract V's mean, divide by the descale, round, turn V
 
 The first two run if scales of whole heads, or V's mean, are asked for; what is measured of few parts `convert` puts
-together itself, without `scale`. They all do nothing but move memory: a block loads a whole tile before it computes. If each
-128 tokens have a scale, `convert` measures its tile itself. Sums are added in a fixed order, so that results repeat bit
-for bit.
+together itself, without `scale`. They all do nothing but move memory: a block loads a whole tile before it computes.
+If each 128 tokens have a scale, `convert` measures its tile itself. Sums are added in a fixed order, so that results
+repeat bit for bit.
 """
 
 from __future__ import annotations

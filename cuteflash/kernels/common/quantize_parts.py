@@ -79,8 +79,10 @@ class Parts:
         return peak
 
     @cute.jit
-    def finish_column(self, tensors: QuantizeTensors, work: Work, batch: Int32, head: Int32, column: Int32):
-        """(the mean of a column of V, the largest magnitude of the column minus it)."""
+    def finish_column(
+        self, tensors: QuantizeTensors, work: Work, batch: Int32, head: Int32, column: Int32, writes: Boolean | bool
+    ):
+        """(the mean of a column of V, the largest magnitude of the column minus it); `writes` the mean."""
         head_dim = self.problem.head_dim_v
         parts, entry, first_part, count = self.of_entry(work.v, tensors.cu_k, batch, is_v=True)
         seqlen = tensors.v.shape[1] if const_expr(first_part is None) else self.counted_keys(tensors, batch)
@@ -95,6 +97,8 @@ class Parts:
                 low = cute.arch.fmin(low, tensors.workspace[source + head_dim])
                 high = cute.arch.fmax(high, tensors.workspace[source + 2 * head_dim])
         mean = total / Float32(cutlass.max(seqlen, 1))
+        if writes:
+            tensors.v_mean[batch, head, column] = mean
         return mean, cute.arch.fmax(high - mean, mean - low)
 
     @cute.jit

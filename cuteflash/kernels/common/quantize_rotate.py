@@ -121,53 +121,60 @@ class RotatedHeads:
             self.convert_blocks(tensors, visit, turner, words)
         else:
             for step in cutlass.range(visit.count, unroll=1):
+                known = self.known_factor(tensors, visit, step)
                 if const_expr(problem.keeps_angles):
-                    factor = Float32(1.0)
-                    if const_expr(not problem.folds):
-                        factor = self.known_factor(tensors, visit, step)
                     held = turner.turned(words, visit.source[step])
                     if const_expr(self.traits.loads_ahead):
                         self.load_next(visit, tile, step, words)
-                    if const_expr(problem.folds):
-                        if step == 0:
-                            self.finish_scales(tensors, visit, peak, peaks)
-                        factor = self.folded_factor(visit, step, peaks)
+                    factor = self.factor(tensors, visit, step, known, peak, peaks)
                     self.put(visit.target[step], self.again_held(span, held, step), factor)
                     if const_expr(not self.traits.loads_ahead):
                         self.load_next(visit, tile, step, words)
                 else:
-                    factor = Float32(1.0)
-                    if const_expr(problem.folds):
-                        if step == 0:
-                            self.finish_scales(tensors, visit, peak, peaks)
-                        factor = self.folded_factor(visit, step, peaks)
-                    else:
-                        factor = self.known_factor(tensors, visit, step)
+                    factor = self.factor(tensors, visit, step, known, peak, peaks)
                     again = dataclasses.replace(turner, tile=self.again(span, tile, step))
                     held = again.held()
                     for i in cutlass.range_constexpr(ROWS):
                         again.turn(held, words, visit.source[step], i)
                         put_row(visit.target[step], again.tile, i, held.eight_bits(i, factor, problem.to))
 
-    def known_factor(self, tensors: QuantizeTensors, visit: Visit, step: Int32) -> Float32:
-        """What rows of the head of a step are multiplied with, by a scale that is there."""
+    def known_factor(self, tensors: QuantizeTensors, visit: Visit, step: Int32) -> Float32 | None:
+        """What rows of the head of a step are multiplied with; None if its scale is not there yet."""
+        if self.problem.folds:
+            return None
         place = Place(visit.span.entry, visit.place.tile, (visit.first + step) // visit.sharing)
         return self.problem.hadamard_scale / self.scales.of_qk(tensors, visit.is_q, place)[0]
 
-    def folded_factor(self, visit: Visit, step: Int32, peaks: cute.Tensor) -> Float32:
-        """The same by the largest magnitude of its KV head."""
+    def factor(
+        self,
+        tensors: QuantizeTensors,
+        visit: Visit,
+        step: Int32,
+        known: Float32 | None,
+        peak: Float32,
+        peaks: cute.Tensor | None,
+    ) -> Float32:
+        """The same if its scale is not there, either: then by the largest magnitude of its KV head."""
+        if known is not None:
+            return known
+        self.finish_scales(tensors, visit, step, peak, peaks)
         kv_head = (visit.first + step) // visit.sharing - visit.kv_heads()[0]
         return self.problem.hadamard_scale / descale_of(peaks[kv_head], self.problem.to)
 
     @cute.jit
-    def finish_scales(self, tensors: QuantizeTensors, visit: Visit, peak: Float32, peaks: cute.Tensor):
-        """Put together the largest magnitudes of the KV heads; the blocks of the first tile write their descales."""
-        first, count = visit.kv_heads()
-        self.parts.finish(peak, count, peaks)
-        thread = cute.arch.thread_idx()[0]
-        if visit.place.tile == 0 and thread < count:
-            descale = self.scales.of_qk(tensors, visit.is_q, Place(visit.span.entry, visit.place.tile, first + thread))
-            descale[0] = descale_of(peaks[thread], self.problem.to)
+    def finish_scales(self, tensors: QuantizeTensors, visit: Visit, step: Int32, peak: Float32, peaks: cute.Tensor):
+        """Put together the largest magnitudes of the KV heads in the first step.
+
+        The blocks of the first tile write their descales.
+        """
+        if step == 0:
+            first, count = visit.kv_heads()
+            self.parts.finish(peak, count, peaks)
+            thread = cute.arch.thread_idx()[0]
+            if visit.place.tile == 0 and thread < count:
+                place = Place(visit.span.entry, visit.place.tile, first + thread)
+                descale = self.scales.of_qk(tensors, visit.is_q, place)
+                descale[0] = descale_of(peaks[thread], self.problem.to)
 
     @cute.jit
     def load_next(self, visit: Visit, tile: Tile, step: Int32, words: cute.Tensor):

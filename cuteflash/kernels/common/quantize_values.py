@@ -141,10 +141,10 @@ class Values:
         columns = SmemAllocator().allocate_tensor(Float32, cute.make_layout(problem.head_dim_v), byte_alignment=16)
         if const_expr(problem.smooths_v):
             if thread < problem.head_dim_v:
-                columns[thread], size = self.parts.finish_column(tensors, parts, place.batch, place.head, thread)
+                columns[thread], size = self.parts.finish_column(
+                    tensors, parts, place.batch, place.head, thread, place.tile == 0
+                )
                 peak = cute.arch.fmax(peak, size)
-                if place.tile == 0:
-                    tensors.v_mean[place.batch, place.head, thread] = columns[thread]
         else:
             of_v = self.parts.of_entry(parts.v, None, place.batch, is_v=True)
             threads = thread, traits.num_threads
