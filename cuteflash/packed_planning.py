@@ -26,7 +26,7 @@ from cuteflash.planning import (
     target_of,
 )
 from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores, Storage
-from cuteflash.split_planning import ROWS, SplitKernels, Tiles
+from cuteflash.split_planning import ROWS, SplitKernels, Tiles, may_split
 from cuteflash.strides import compacted, fp32_template, is_like_new, usable_strides
 from cuteflash.torch_internals import current_stream
 from cuteflash.traits.arch import Family
@@ -101,8 +101,10 @@ class Planner:
         choice = choose(problem, target, family, lengths)
         mean_q, mean_k = (-(-x.shape[0] // inputs.batch) for x in (q, k))
         packs = functools.partial(packs_heads, options, mean_q, heads_per_kv)
-        kernels = SplitKernels(problem, target, choice.family, lengths, options.num_splits, scalars.num_sms, q.device)
-        split = kernels.of(Tiles(inputs.batch, k.shape[1], heads_per_kv, mean_q, mean_k), packs(ROWS))
+        split, num_splits = None, options.num_splits
+        if may_split(num_splits, mean_k):
+            kernels = SplitKernels(problem, target, choice.family, lengths, num_splits, scalars.num_sms, q.device)
+            split = kernels.of(Tiles(inputs.batch, k.shape[1], heads_per_kv, mean_q, mean_k), packs(ROWS))
         if split is None:
             problem = problem.packed(heads_per_kv) if packs(choice.traits.tile_m) else problem
             kernel = compiled(choice.kernel_cls, choice.traits, problem, target)

@@ -32,7 +32,7 @@ from cuteflash.problem import (
     Scores,
     SinkDtype,
 )
-from cuteflash.split_planning import ROWS, SplitKernels, SplitLaunch, Tiles
+from cuteflash.split_planning import ROWS, SplitKernels, SplitLaunch, Tiles, may_split
 from cuteflash.strides import compacted, contiguous_strides, fp32_template, usable_strides
 from cuteflash.traits.arch import Family
 from cuteflash.traits.length_class import LengthClass, length_class_of
@@ -164,6 +164,8 @@ class FwdPlan:
     def split_kernel(self, call: Call) -> tuple[Kernel, SplitLaunch] | None:
         """The kernel that splits keys, with what it needs, if a call is to run it."""
         (batch, seqlen_q, _, _), (_, seqlen_k, kv_heads, _) = call[:2]
+        if not may_split(self.split.num_splits, seqlen_k):
+            return None
         packs = self.pack_gqa
         if packs is None:
             packs = should_pack(seqlen_q, self.heads_per_kv, ROWS)

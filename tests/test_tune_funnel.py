@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cuteflash.cli.sweep import LIMIT
 from cuteflash.traits import row
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.sm80 import FwdTraitsSm80
@@ -302,11 +303,18 @@ def test_the_score_finds_the_hopper_rows_that_were_measured(head_dim: int) -> No
     order = shortlist(fitting, arch)
     rows = of_16_bits("fwd", "sm_90a", "sm90", head_dim)
     # Of a thousand. At 128 columns candidates with Q in registers, which nobody has timed, stand before the rows.
-    assert min(map(order.index, rows)) < (24 if head_dim == 128 else 10)
+    assert min(map(order.index, rows)) < (32 if head_dim == 128 else 10)
     tiles = {(traits.tile_m, traits.tile_n) for traits in order[:40]}
-    # The score is of a long loop. Several resident blocks pay for short ones: one loads and stores, others compute.
-    lone = [traits for traits in rows if traits.blocks_per_sm == 1]
-    assert {(traits.tile_m, traits.tile_n) for traits in lone if traits.fixed_max} <= tiles
+    assert {(traits.tile_m, traits.tile_n) for traits in rows if traits.fixed_max} <= tiles
+    assert {traits for traits in rows if traits.blocks_per_sm > 1} <= set(order[:LIMIT])
+
+
+def test_a_limit_leaves_candidates_of_several_resident_blocks() -> None:
+    arch = get_arch("sm_90a")
+    fitting = [one for one in enumerate_traits("fwd", "sm90", 64, 64) if one.check(arch) is None]
+    first = shortlist(fitting, arch)
+    assert [one.blocks_per_sm > 1 for one in first[:12]] == [False, False, False, True] * 3
+    assert len(first) == len(set(first)) == len(fitting)
 
 
 def test_a_shortlist_mixes_tiles() -> None:

@@ -28,24 +28,20 @@ MEDIUM_LENGTH, LONG_LENGTH = 1536, 3072
 LONG_CACHE = 16  # keys a query, at least
 
 
-def length_class_of(seqlen_q: int, seqlen_k: int, operation: AnyOperation = "fwd") -> LengthClass:
-    """The class of a call with `seqlen_q` queries and `seqlen_k` keys a sequence; of cached latents there is one."""
-    if operation == MlaProblem.operation:
-        return "decode"
-    if operation == "bwd" and max(seqlen_q, seqlen_k) <= TINY_LENGTH:
+def length_class_of(seqlen_q: int, seqlen_k: int, operation: AnyOperation | None = "fwd") -> LengthClass:
+    """The class of a call with `seqlen_q` queries and `seqlen_k` keys a sequence; of cached latents there is one.
+
+    Args:
+        operation: None is the class of the main loop, as fine as any operation asks for.
+    """
+    longer = seqlen_q if seqlen_q > seqlen_k else seqlen_k  # every new shape comes here, and max() takes 0.1 us
+    if operation == "bwd" and longer <= TINY_LENGTH:
         return "tiny"
-    found = _class_of_loop(seqlen_q, seqlen_k)
-    return "long" if operation == "fwd" and found == "medium" else found
-
-
-def _class_of_loop(seqlen_q: int, seqlen_k: int) -> LengthClass:
-    """The class of the main loop, as fine as any operation asks for."""
-    if seqlen_q <= DECODE_QUERIES:
+    if seqlen_q <= DECODE_QUERIES or operation == MlaProblem.operation:
         return "decode"
-    longer = max(seqlen_q, seqlen_k)
     if longer < MEDIUM_LENGTH:
         return "short"
-    return "medium" if longer < LONG_LENGTH else "long"
+    return "medium" if longer < LONG_LENGTH and operation != "fwd" else "long"
 
 
 @functools.lru_cache(maxsize=1024)  # a call with known sizes costs 0.1 us of host time
@@ -68,5 +64,5 @@ def length_class_of_packed(
         if max(longest_q, longest_k) <= TINY_LENGTH:
             return "tiny"
         length_q, length_k = math.isqrt(length_q * longest_q), math.isqrt(length_k * longest_k)
-    found = _class_of_loop(length_q, length_k)
+    found = length_class_of(length_q, length_k, operation=None)
     return "short" if found == "decode" and length_k < LONG_CACHE * length_q else found
