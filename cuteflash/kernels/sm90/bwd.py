@@ -10,12 +10,12 @@
     sdK, sdV ──TMA──► dK, dV
 
 A kernel before this one computes delta = rowsum(dO O), one after it rounds the sum to dQ; each begins where the one
-before it ends, and then waits for it. The first block that comes to
-a tile of dQ stores, the others add (`kernels/common/turns.py`), so that nothing has to be cleared. If dQ has to be the
-same bits in every run, or if it is faster, blocks take turns, by ascending key (`cuteflash.core.turns`). The query
-heads of one KV head are visited in turn by the same block, which sums up their dK and dV in registers. Persistent
-blocks get the tiles of packed sequences from the warp that stores dK and dV (`handout.py`), all others find their one
-tile before the roles part; the descriptors clip boxes at a sequence's end (`ragged.py`).
+before it ends, and then waits for it. The first block that comes to a tile of dQ stores, the others add
+(`kernels/common/turns.py`), so that nothing has to be cleared. If dQ has to be the same bits in every run, or if it is
+faster, blocks take turns, by ascending key (`cuteflash.core.turns`). The query heads of one KV head are visited in turn
+by the same block, which sums up their dK and dV in registers. Persistent blocks get the tiles of packed sequences from
+the warp that stores dK and dV (`handout.py`), all others find their one tile before the roles part; the descriptors
+clip boxes at a sequence's end (`ragged.py`).
 """
 
 from __future__ import annotations
