@@ -53,7 +53,7 @@ def in_a_row(call, sets: list[tuple[Tensor, ...]], deterministic: bool) -> None:
 def test_dense(
     lengths: tuple[int, int], head_dim: int, causal: bool, deterministic: bool, family: str, cuda: torch.device
 ) -> None:
-    case = Case(*lengths, batch=1, heads=4, kv_heads=2, head_dim=head_dim, causal=causal, lse=True)
+    case = Case(*lengths, batch=1, heads=4, head_dim=head_dim, causal=causal, lse=True)
     options = None, None, -1, 0 if causal else -1, 0.0, family
     sets = []
     for seed in range(SETS):
@@ -70,7 +70,7 @@ def test_packed(keys: tuple[int, ...], head_dim: int, deterministic: bool, famil
     queries = 700, 5, 900
     cu_q, cu_k = (torch.tensor((0, *itertools.accumulate(x)), dtype=torch.int32, device=cuda) for x in (queries, keys))
     rows, most = (sum(queries), max(sum(keys), 500)), (max(queries), max(keys))  # rows of K that belong to none, too
-    case = Case(*rows, batch=1, heads=4, kv_heads=2, head_dim=head_dim, causal=True, lse=True)
+    case = Case(*rows, batch=1, heads=4, head_dim=head_dim, causal=True, lse=True)
     sets = []
     for seed in range(SETS):
         q, k, v = (x[0] for x in case.inputs(cuda, seed))
