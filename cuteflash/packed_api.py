@@ -196,8 +196,8 @@ def flash_attn_varlen_func(
         num_splits: as for `flash_attn_func`. Sequences of any lengths share the blocks evenly.
         page_table: (batch, pages of a sequence), int32, each row contiguous, on q's device: k and v are then pages of
             a cache, (num_pages, page_size, kv_heads, head_dim) and head_dim_v, and row r of sequence i is row ``r %
-            page_size`` of page ``page_table[i, r // page_size]``. Lengths are `seqused_k` or, without it, those of
-            `cu_seqlens_k`, one of which is needed; entries after a sequence's last page are not read, nor are rows
+            page_size`` of page ``page_table[i, r // page_size]``. Lengths are `seqused_k` or those of `cu_seqlens_k`,
+            one of which is given; entries after a sequence's last page are not read, nor are rows
             after its last key. Inference only: tensors that need a gradient are refused.
         sinks: as for `flash_attn_func`. Rows that belong to no sequence, or do not count, keep LSE = -inf.
         fp8: as for `flash_attn_func`, with scales and a mean of V for each sequence. Rows that do not count change
@@ -234,8 +234,8 @@ def flash_attn_varlen_func(
     if page_table is not None:
         refuse_with_pages(seqused_q=seqused_q, **(eight or EightBits()).unlike_default() | dict.fromkeys(KV_SCALES))
         places = cu_seqlens_q, cu_seqlens_k, seqused_k, page_table
-        paged = paged_inputs((q, k, v), *places, (sinks, k_descale, v_descale))
-        return attend_paged(paged, options, {"q": max_seqlen_q, "k": max_seqlen_k}, return_lse)
+        paged, lengths = paged_inputs((q, k, v), *places, (sinks, k_descale, v_descale))
+        return attend_paged(paged, options, {"q": max_seqlen_q, "k": max_seqlen_k}, return_lse, lengths)
     if not (is_packed and isinstance(cu_seqlens_k, Tensor)):
         if cu_seqlens_k is None or not all(isinstance(x, Tensor) for x in (q, k, v, cu_seqlens_q, cu_seqlens_k)):
             raise not_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)

@@ -175,19 +175,8 @@ def unpad_input(
     Raises:
         TypeError, ValueError, NotImplementedError: an argument that is no tensor, or of another shape, device or kind.
     """
-    _check_kind("hidden_states", hidden_states)
-    if hidden_states.dim() < 2:
-        raise ValueError(f"hidden_states.shape is {tuple(hidden_states.shape)}; allowed: (batch, seqlen, ...)")
     masks = {"attention_mask": attention_mask} | ({} if unused_mask is None else {"unused_mask": unused_mask})
-    for name, mask in masks.items():
-        _check_kind(name, mask)
-        if mask.shape != hidden_states.shape[:2]:
-            allowed = tuple(hidden_states.shape[:2])
-            raise ValueError(
-                f"{name}.shape is {tuple(mask.shape)}; allowed: {allowed}, (batch, seqlen) of hidden_states"
-            )
-        if mask.device != hidden_states.device:
-            raise ValueError(f"{name}.device is {mask.device}; allowed: {hidden_states.device}, that of hidden_states")
+    check_padded(hidden_states, **masks)
     counts = attention_mask.bool()
     kept = counts if unused_mask is None else counts | unused_mask.bool()
     lengths = kept.sum(dim=-1, dtype=torch.int32)
@@ -205,29 +194,65 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         TypeError, ValueError, NotImplementedError: an argument of another type, shape, dtype, device or kind. Whether
             the indices are places of the batch is only checked on a CPU.
     """
-    for name, number in (("batch", batch), ("seqlen", seqlen)):
-        if not isinstance(number, torch.SymInt) and (not is_int(number) or number < 0):
-            wrong = ValueError if is_int(number) else TypeError
-            raise wrong(f"{name} is {shown(number)}; allowed: an int of 0 or more")
+    check_sizes(batch=batch, seqlen=seqlen)
+    check_indices(indices, "hidden_states", hidden_states)
+    check_one_each(indices, "hidden_states", hidden_states)
+    check_places(indices, batch * seqlen, "batch * seqlen")
+    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    return padded.index_copy(0, indices.long(), hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
+
+
+def check_padded(hidden_states: Tensor, **masks: Tensor) -> None:
+    """Raise if `hidden_states` are not (batch, seqlen, ...), or a mask is not of their (batch, seqlen) and device."""
     _check_kind("hidden_states", hidden_states)
+    if hidden_states.dim() < 2:
+        raise ValueError(f"hidden_states.shape is {tuple(hidden_states.shape)}; allowed: (batch, seqlen, ...)")
+    for name, mask in masks.items():
+        _check_kind(name, mask)
+        if mask.shape != hidden_states.shape[:2]:
+            allowed = tuple(hidden_states.shape[:2])
+            raise ValueError(
+                f"{name}.shape is {tuple(mask.shape)}; allowed: {allowed}, (batch, seqlen) of hidden_states"
+            )
+        if mask.device != hidden_states.device:
+            raise ValueError(f"{name}.device is {mask.device}; allowed: {hidden_states.device}, that of hidden_states")
+
+
+def check_sizes(**sizes: object) -> None:
+    """Raise if a size is not an int of 0 or more."""
+    for name, size in sizes.items():
+        if not isinstance(size, torch.SymInt) and not (is_int(size) and size >= 0):  # type: ignore[operator]
+            wrong = ValueError if is_int(size) else TypeError
+            raise wrong(f"{name} is {shown(size)}; allowed: an int of 0 or more")
+
+
+def check_indices(indices: Tensor, name: str, rows: Tensor) -> None:
+    """Raise if `indices` are no vector of integers on the device of `rows`, the tensor that is called `name`."""
+    _check_kind(name, rows)
     _check_kind("indices", indices)
     if indices.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"indices.dtype is {indices.dtype}; allowed: torch.int64, torch.int32")
-    if not hidden_states.dim():
-        raise ValueError("hidden_states.shape is (); allowed: (total, ...)")
-    if indices.dim() != 1 or holds(indices.shape[0] != hidden_states.shape[0]):
-        allowed = f"({hidden_states.shape[0]},), one for each row of hidden_states"
+    if not rows.dim():
+        raise ValueError(f"{name}.shape is (); allowed: (rows, ...)")
+    if indices.dim() != 1:
+        raise ValueError(f"indices.shape is {tuple(indices.shape)}; allowed: one dimension")
+    if indices.device != rows.device:
+        raise ValueError(f"indices.device is {indices.device}; allowed: {rows.device}, that of {name}")
+
+
+def check_one_each(indices: Tensor, name: str, rows: Tensor) -> None:
+    """Raise if there are not as many checked `indices` as `rows`, which are called `name`."""
+    if holds(indices.shape[0] != rows.shape[0]):
+        allowed = f"({rows.shape[0]},), one for each row of {name}"
         raise ValueError(f"indices.shape is {tuple(indices.shape)}; allowed: {allowed}")
-    if indices.device != hidden_states.device:
-        raise ValueError(f"indices.device is {indices.device}; allowed: {hidden_states.device}, that of hidden_states")
+
+
+def check_places(indices: Tensor, count: int, what: str) -> None:
+    """Raise if checked `indices` are not below `count`, which is called `what`: on a CPU, where that is known."""
     if indices.device.type == "cpu" and indices.numel() and can_read(indices) and not is_watched():
         first, last = (int(x) for x in indices.aminmax())
-        if first < 0 or last >= batch * seqlen:
-            raise ValueError(
-                f"indices go from {first} to {last}; allowed: 0 to {batch * seqlen - 1}, batch * seqlen - 1"
-            )
-    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
-    return padded.index_copy(0, indices.long(), hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
+        if first < 0 or last >= count:
+            raise ValueError(f"indices go from {first} to {last}; allowed: 0 to {count - 1}, {what} - 1")
 
 
 def _check_kind(name: str, tensor: object) -> None:

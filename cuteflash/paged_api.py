@@ -32,6 +32,25 @@ def check_optional(**tensors: object) -> None:
             raise TypeError(f"{name} is a {type(optional).__name__}; allowed: None, a torch.Tensor")
 
 
+def lengths_of_pages(cu_seqlens_k: object, seqused_k: object, device: torch.device) -> tuple[Tensor, str]:
+    """How long the sequences of a call with pages are, and what of the call's arguments that is, for errors.
+
+    Raises:
+        TypeError: both arguments are given, one of which would be ignored, or one of another type.
+        ValueError: neither is, or `cu_seqlens_k` is no vector on the device.
+    """
+    if seqused_k is not None and cu_seqlens_k is not None:
+        raise TypeError("cu_seqlens_k and seqused_k are both given; allowed with page_table: one of them")
+    if isinstance(seqused_k, Tensor):
+        return seqused_k, "seqused_k"
+    if isinstance(cu_seqlens_k, Tensor):
+        check_vector("cu_seqlens_k", cu_seqlens_k, device)
+        return cu_seqlens_k.diff(), "cu_seqlens_k.diff()"
+    if seqused_k is None and cu_seqlens_k is None:
+        raise ValueError("seqused_k is None; allowed with page_table: the lengths, as seqused_k or as cu_seqlens_k")
+    raise not_tensors(**({"seqused_k": seqused_k} if cu_seqlens_k is None else {"cu_seqlens_k": cu_seqlens_k}))
+
+
 def paged_inputs(
     tensors: tuple[Tensor, Tensor, Tensor],
     cu_seqlens_q: Tensor,
@@ -39,32 +58,30 @@ def paged_inputs(
     seqused_k: Tensor | None,
     page_table: Tensor,
     others: tuple[Tensor | None, Tensor | None, Tensor | None],
-) -> KvCacheInputs:
-    """The tensors of a call with pages, whose lengths may be ends; `others` are sinks and the scales of K and V."""
+) -> tuple[KvCacheInputs, str]:
+    """The tensors of a call with pages, whose lengths may be ends, and the lengths' name, as of `lengths_of_pages`.
+
+    Args:
+        others: sinks and the scales of K and V.
+    """
     named = dict(zip(("q", "k", "v"), tensors, strict=True)) | {"cu_seqlens_q": cu_seqlens_q, "page_table": page_table}
-    lengths = {"cu_seqlens_k": cu_seqlens_k} if seqused_k is None else {"seqused_k": seqused_k}
-    if cu_seqlens_k is None and seqused_k is None:
-        raise ValueError("seqused_k is None; allowed with page_table: the lengths, as seqused_k or as cu_seqlens_k")
-    named |= {name: value for name, value in lengths.items() if value is not None}
     if not all(isinstance(x, Tensor) for x in named.values()):
         raise not_tensors(**named)
-    if seqused_k is None and cu_seqlens_k is not None:
-        check_vector("cu_seqlens_k", cu_seqlens_k, tensors[0].device)
-        seqused_k = cu_seqlens_k.diff()
+    lengths, name = lengths_of_pages(cu_seqlens_k, seqused_k, tensors[0].device)
     sinks, k_descale, v_descale = others
     check_optional(sinks=sinks, k_descale=k_descale, v_descale=v_descale)
-    inputs = KvCacheInputs(*tensors, cu_seqlens_q, seqused_k, page_table)
-    return inputs._replace(sinks=sinks, k_descale=k_descale, v_descale=v_descale)
+    inputs = KvCacheInputs(*tensors, cu_seqlens_q, lengths, page_table)
+    return inputs._replace(sinks=sinks, k_descale=k_descale, v_descale=v_descale), name
 
 
 def attend_paged(
-    inputs: KvCacheInputs, options: FwdOptions, limits: dict[str, Longest], return_lse: bool
+    inputs: KvCacheInputs, options: FwdOptions, limits: dict[str, Longest], return_lse: bool, lengths: str
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A call with pages; `limits` are compared with the lengths, and help to choose a kernel."""
+    """A call with pages; `limits` are compared with the lengths, which have that name, and help to choose a kernel."""
     try:
         return _attend_paged(inputs, options, limits, return_lse)
     except NAMING as error:
-        rename(error, {"k_cache": "k", "v_cache": "v"})
+        rename(error, {"k_cache": "k", "v_cache": "v", "seqused_k": lengths})
         raise
 
 

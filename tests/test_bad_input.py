@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import cuteflash
-from cuteflash.compat import flash_attn, flash_attn_interface
+from cuteflash.compat import bert_padding, flash_attn, flash_attn_interface
 
 HUGE = 10**400  # more than an operator's int, or a float, holds
 E4M3 = torch.float8_e4m3fn
@@ -60,6 +60,20 @@ def pad(**changed: Any) -> Any:
 
 def unpad(**changed: Any) -> Any:
     return cuteflash.unpad_input(**{"hidden_states": torch.ones(2, 3, 4), "attention_mask": torch.ones(2, 3)} | changed)
+
+
+def pick(**changed: Any) -> Any:
+    return bert_padding.index_first_axis(**{"input": torch.ones(3, 4), "indices": torch.tensor([0, 2])} | changed)
+
+
+def put(**changed: Any) -> Any:
+    given = {"values": torch.ones(2, 4), "indices": torch.tensor([0, 2]), "first_axis_dim": 3}
+    return bert_padding.index_put_first_axis(**given | changed)
+
+
+def unpad_concatenated(**changed: Any) -> Any:
+    given = {"hidden_states": torch.ones(2, 3, 4), "attention_mask_in_length": torch.tensor([[1, 2, 0], [3, 0, 0]])}
+    return bert_padding.unpad_input_for_concatenated_sequences(**given | changed)
 
 
 def rotate(**changed: Any) -> Any:
@@ -157,6 +171,70 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: unpad(attention_mask=torch.ones(2, 3, device="meta")),
         ValueError,
         "attention_mask.device is meta",
+    ),
+    "rows of no tensor": (lambda: pick(input=None), TypeError, "input is a NoneType"),
+    "sparse rows": (lambda: pick(input=torch.ones(3, 4).to_sparse()), NotImplementedError, "input.layout is torch.s"),
+    "rows of a number": (lambda: pick(input=torch.ones(())), ValueError, "input.shape is (); allowed: (rows, ...)"),
+    "rows by a list": (lambda: pick(indices=[0, 2]), TypeError, "indices is a list"),
+    "rows by a mask": (lambda: pick(indices=torch.ones(3).bool()), TypeError, "indices.dtype is torch.bool; allowed:"),
+    "rows by a table": (
+        lambda: pick(indices=torch.ones(2, 1).int()),
+        ValueError,
+        "indices.shape is (2, 1); allowed: o",
+    ),
+    "rows by indices elsewhere": (
+        lambda: pick(indices=torch.tensor([0]).to("meta")),
+        ValueError,
+        "indices.device is m",
+    ),
+    "rows that there are not": (
+        lambda: pick(indices=torch.tensor([1, 3])),
+        ValueError,
+        "indices go from 1 to 3; allowed: 0 to 2, input.shape[0] - 1",
+    ),
+    "values of no tensor": (lambda: put(values=[1]), TypeError, "values is a list"),
+    "values of another number": (
+        lambda: put(indices=torch.tensor([0])),
+        ValueError,
+        "indices.shape is (1,); allowed: (2,), one for each row of values",
+    ),
+    "values at places of floats": (lambda: put(indices=torch.ones(2)), TypeError, "indices.dtype is torch.float32"),
+    "values at places elsewhere": (lambda: put(values=torch.ones(2, 4).to("meta")), ValueError, "that of values"),
+    "values into too few rows": (
+        lambda: put(first_axis_dim=2),
+        ValueError,
+        "indices go from 0 to 2; allowed: 0 to 1, first_axis_dim - 1",
+    ),
+    "values into no int of rows": (
+        lambda: put(first_axis_dim=3.0),
+        TypeError,
+        "first_axis_dim is 3.0; allowed: an int",
+    ),
+    "values into fewer rows than none": (lambda: put(first_axis_dim=-1), ValueError, "first_axis_dim is -1; allowed"),
+    "lengths of no tensor": (
+        lambda: unpad_concatenated(attention_mask_in_length=[[1]]),
+        TypeError,
+        "attention_mask_in_length is a list",
+    ),
+    "lengths of other rows": (
+        lambda: unpad_concatenated(attention_mask_in_length=torch.ones(2, 2).int()),
+        ValueError,
+        "attention_mask_in_length.shape is (2, 2); allowed: (2, 3)",
+    ),
+    "lengths elsewhere": (
+        lambda: unpad_concatenated(hidden_states=torch.ones(2, 3, 4).to("meta")),
+        ValueError,
+        "attention_mask_in_length.device is cpu; allowed: meta",
+    ),
+    "lengths of more than a row": (
+        lambda: unpad_concatenated(attention_mask_in_length=torch.tensor([[1, 2, 0], [3, 1, 0]])),
+        ValueError,
+        "attention_mask_in_length[1] has 4 tokens; allowed: up to 3",
+    ),
+    "a negative length": (
+        lambda: unpad_concatenated(attention_mask_in_length=torch.tensor([[1, 2, 0], [3, -1, 0]])),
+        ValueError,
+        "attention_mask_in_length has a length of -1",
     ),
     "a sequence beyond its tensor, with limits": (
         lambda: packed(cu_seqlens_q=ints(0, 2, 9), max_seqlen_q=2, max_seqlen_k=2),

@@ -394,6 +394,8 @@ def test_rows_by_index_and_back() -> None:
     assert torch.equal(picked, rows[indices])
     back = bert_padding.index_put_first_axis(picked, indices, 6)
     assert torch.equal(back[indices], picked) and not back[[0, 2, 5]].any()
+    assert torch.equal(bert_padding.index_first_axis(rows, indices.int()), picked)
+    assert torch.equal(bert_padding.index_put_first_axis(picked, indices.int(), 6), back)
     assert torch.autograd.gradcheck(
         lambda x: bert_padding.index_put_first_axis(bert_padding.index_first_axis(x, indices), indices, 6), rows
     )

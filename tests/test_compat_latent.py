@@ -169,6 +169,7 @@ def test_other_caches_of_flash_mla_are_refused(
         ({"tile_scheduler_metadata": None}, TypeError, "tile_scheduler_metadata is a NoneType; allowed: what get_mla"),
         ({"tile_scheduler_metadata": torch.zeros(1, 8)}, TypeError, "num_splits is a NoneType; allowed: what get_mla"),
         ({"num_splits": int32(0, 1)}, TypeError, "num_splits is a Tensor; allowed with a FlashMLASchedMeta: None"),
+        ({"is_fp8_kvcache": torch.ones(2)}, TypeError, "is_fp8_kvcache is .*; allowed: True, False"),
     ],
     ids=str,
 )
@@ -293,6 +294,8 @@ def test_what_a_call_with_qv_refuses_by_name(name: str) -> None:
         ({"attention_chunk": 3}, NotImplementedError, "attention_chunk is 3; cuteflash supports 0"),
         ({"scheduler_metadata": torch.zeros(1)}, NotImplementedError, "scheduler_metadata is a tensor of shape"),
         ({"page_table": lambda x: x[:2]}, ValueError, r"page_table.shape\[0\] is 2; allowed: 4, the batch"),
+        ({"causal": torch.tensor(True)}, TypeError, r"^causal is .*tensor\(True\).*; allowed: True, False"),
+        ({"return_softmax_lse": torch.ones(2)}, TypeError, "^return_softmax_lse is .*; allowed: True, False"),
     ],
 )
 def test_calls_with_qv_that_are_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -312,6 +315,12 @@ def test_calls_with_qv_that_are_refused(change: dict[str, Any], error: type[Exce
         ({"s_aux": torch.zeros(3)}, NotImplementedError, r"s_aux is a tensor of shape \(3,\) with qv"),
         ({"q_v": torch.zeros(3)}, TypeError, "q_v and qv are both given; allowed: one of them"),
         ({"sm_margin": 3}, NotImplementedError, "sm_margin is 3; cuteflash supports 0"),
+        ({"return_attn_probs": torch.ones(2)}, TypeError, "^return_attn_probs is .*; allowed: True, False"),
+        ({"cu_seqlens_k": int32(0, 1, 2, 3, 4)}, TypeError, "cu_seqlens_k and seqused_k are both given; allowed with"),
+        ({"seqused_k": None, "cu_seqlens_k": [0, 1]}, TypeError, "cu_seqlens_k is a list; allowed: a torch.Tensor"),
+        ({"seqused_k": [1]}, TypeError, "seqused_k is a list; allowed: a torch.Tensor"),
+        ({"seqused_k": None, "cu_seqlens_k": int32(0, 1, 0, 1, 2)}, ValueError, r"^cu_seqlens_k.diff\(\)\[1\] is -1"),
+        ({"q": [1]}, TypeError, "q is a list; allowed: a torch.Tensor"),
     ],
     ids=str,
 )

@@ -90,6 +90,9 @@ def test_pages() -> None:
         ({"block_table": torch.zeros(3, 2)}, "block_table.dtype is torch.float32"),
         ({"return_attn_probs": 2}, "return_attn_probs is 2"),
         ({"v": torch.zeros(7, 4, 2, 8)[1:]}, r"v.shape\[0\] \(num_pages\) is 6; allowed: 7, that of k$"),
+        ({"cu_seqlens_k": None}, "cu_seqlens_k is a NoneType; allowed: a torch.Tensor"),
+        ({"cu_seqlens_k": CU_SEQLENS_Q[:3]}, r"cu_seqlens_k.diff\(\).shape is \(2,\); allowed: \(3,\), the batch"),
+        ({"cu_seqlens_k": CU_SEQLENS_Q.flip(0)}, r"cu_seqlens_k.diff\(\)\[0\] is -"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -99,6 +102,19 @@ def test_errors_of_pages_have_the_names_of_the_call(change: dict[str, Any], mess
     arguments |= dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), LENGTHS, strict=True))
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         flash_attn.flash_attn_varlen_func(**(arguments | change))
+
+
+@pytest.mark.parametrize("module", [cuteflash, flash_attn_interface])
+def test_lengths_of_pages_are_given_once(module: Any) -> None:
+    """FlashAttention-3 refuses `cu_seqlens_k` with pages, too: of two lengths one would be ignored."""
+    q, pages, table = torch.zeros(13, 4, 8), torch.zeros(7, 4, 2, 8), torch.zeros(3, 2, dtype=torch.int32)
+    used = torch.ones(3, dtype=torch.int32)
+    with pytest.raises(TypeError, match="cu_seqlens_k and seqused_k are both given; allowed with page_table: one of"):
+        module.flash_attn_varlen_func(q, pages, pages, *LENGTHS, seqused_k=used, page_table=table)
+    with pytest.raises(ValueError, match=r"^seqused_k\[0\] is 9; allowed: 0 to 8"):
+        module.flash_attn_varlen_func(
+            q, pages, pages, LENGTHS[0], None, *LENGTHS[2:], seqused_k=used * 9, page_table=table
+        )
 
 
 @pytest.mark.parametrize("module", [cuteflash, flash_attn])

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cuteflash import packing
+from cuteflash.limits import can_read
+from cuteflash.torch_internals import is_watched
 
 __all__ = [
     "index_first_axis",
@@ -18,13 +20,28 @@ __all__ = [
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """The rows of `input`, (rows, ...), that `indices`, int64 (selected,), names: (selected, ...)."""
+    """The rows of `input`, (rows, ...), that `indices`, int64 or int32 (selected,), names: (selected, ...).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: an argument of another type, shape, dtype, device or kind. Whether
+            the indices are rows of `input` is only checked on a CPU.
+    """
+    packing.check_indices(indices, "input", input)
+    packing.check_places(indices, input.shape[0], "input.shape[0]")
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """The inverse of `index_first_axis`: (first_axis_dim, ...), with zeros in the rows that `indices` does not name."""
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+    """The inverse of `index_first_axis`: (first_axis_dim, ...), with zeros in the rows that `indices` does not name.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `index_first_axis`, for rows of the result.
+    """
+    packing.check_sizes(first_axis_dim=first_axis_dim)
+    packing.check_indices(indices, "values", values)
+    packing.check_one_each(indices, "values", values)
+    packing.check_places(indices, first_axis_dim, "first_axis_dim")
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
 
 
 def unpad_input(
@@ -45,7 +62,13 @@ def unpad_input_for_concatenated_sequences(
 
     Returns:
         Packed rows, their indices, cu_seqlens of all sequences, the longest length.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `cuteflash.unpad_input`. Whether lengths are negative, or more
+            than a row holds, is only checked on a CPU.
     """
+    packing.check_padded(hidden_states, attention_mask_in_length=attention_mask_in_length)
+    _check_lengths(attention_mask_in_length)
     seqlen = attention_mask_in_length.shape[-1]
     ends = attention_mask_in_length.sum(dim=-1, keepdim=True)
     mask = torch.arange(seqlen, device=ends.device) < ends
@@ -58,3 +81,17 @@ def unpad_input_for_concatenated_sequences(
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """`cuteflash.pad_input`: the rows at `indices` of (batch, seqlen, ...), zeros elsewhere."""
     return packing.pad_input(hidden_states, indices, batch, seqlen)
+
+
+def _check_lengths(lengths: Tensor) -> None:
+    """Raise ValueError if lengths are negative, or more than a row holds: on a CPU, where that is known."""
+    if lengths.device.type != "cpu" or not lengths.numel() or not can_read(lengths) or is_watched():
+        return
+    if lengths.min() < 0:
+        raise ValueError(f"attention_mask_in_length has a length of {lengths.min()}; allowed: 0 or more")
+    seqlen, sums = lengths.shape[1], lengths.sum(dim=-1)
+    if sums.max() > seqlen:
+        row = int(sums.argmax())
+        raise ValueError(
+            f"attention_mask_in_length[{row}] has {sums[row]} tokens; allowed: up to {seqlen}, seqlen of hidden_states"
+        )

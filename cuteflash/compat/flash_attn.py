@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from cuteflash import api, packed_api, packing
+from cuteflash.coerce import not_tensors
 from cuteflash.compat.common import attend, attend_cached
 from cuteflash.unsupported import NOTHING, ZERO, refuse
 
@@ -156,6 +157,8 @@ def flash_attn_varlen_func(
     Returns:
         O, shaped as q; with `return_attn_probs` (O, LSE, None), LSE fp32 (heads, total_q).
     """
+    if cu_seqlens_k is None and block_table is not None:  # `seqused_k`, which would do instead, is no argument here
+        raise not_tensors(cu_seqlens_k=cu_seqlens_k)
     return _attend(
         packed_api.flash_attn_varlen_func,
         (q, k, v),

@@ -33,6 +33,7 @@ from cuteflash.combine import flash_attn_combine
 from cuteflash.compat.common import attend, attend_cached
 from cuteflash.compat.latent import Queries, attend_latent
 from cuteflash.compat.metadata import get_scheduler_metadata
+from cuteflash.paged_api import lengths_of_pages
 from cuteflash.unsupported import NOTHING, ZERO, refuse
 from cuteflash.validate import FP8_DTYPES, check_strided, shown
 from cuteflash.validate_kvcache import E4M3
@@ -186,7 +187,7 @@ def flash_attn_varlen_func(
         seqused_q, seqused_k: int32 (batch,), how many of a sequence's tokens are used; None is all.
         q_descale, k_descale, v_descale, s_aux: as of `flash_attn_func`.
         page_table: int32 (batch, pages of a sequence): k and v are pages, (num_pages, page_size, kv_heads, head_dim),
-            and `seqused_k` or, without it, `cu_seqlens_k` says how long each sequence is.
+            and either `seqused_k` or `cu_seqlens_k` says how long each sequence is.
         qv, q_v: (total_q, heads, 512), either of the two names, with `page_table`.
 
     Returns:
@@ -200,9 +201,10 @@ def flash_attn_varlen_func(
             sm_margin=sm_margin, seqused_q=seqused_q, s_aux=s_aux,
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
+        lengths, name = _lengths(q, page_table, cu_seqlens_k, seqused_k)
         return attend_latent(
-            q, k, v, qv, Queries(cu_seqlens_q, max_seqlen_q), names=NAMES | {"cache_seqlens": "seqused_k"},
-            cache_seqlens=_lengths(page_table, seqused_k, cu_seqlens_k), page_table=page_table,
+            q, k, v, qv, Queries(cu_seqlens_q, max_seqlen_q), names=NAMES | {"cache_seqlens": name},
+            cache_seqlens=lengths, page_table=page_table,
             softmax_scale=softmax_scale, causal=causal, window_size=window_size, attention_chunk=attention_chunk,
             softcap=softcap, num_splits=num_splits, return_lse=return_attn_probs,
         )  # fmt: skip
@@ -348,15 +350,15 @@ def _refuse_with_qv(sm_margin: int = 0, **others: object) -> None:
             raise NotImplementedError(f"{name} is {described} with qv; cuteflash supports None")
 
 
-def _lengths(page_table: Tensor | None, seqused_k: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
-    """How long the sequences of a call with pages are. ValueError: there are no pages, or no lengths."""
+def _lengths(
+    q: Tensor, page_table: Tensor | None, cu_seqlens_k: Tensor | None, seqused_k: Tensor | None
+) -> tuple[Tensor, str]:
+    """`lengths_of_pages` of a call with `qv`. ValueError: there are no pages."""
+    if not isinstance(q, Tensor):
+        raise not_tensors(q=q)
     if page_table is None:
         raise ValueError("page_table is None; allowed with qv: a tensor, k and v being the pages of a cache")
-    if seqused_k is None and cu_seqlens_k is None:
-        raise ValueError("seqused_k is None; allowed with page_table: the lengths, as seqused_k or as cu_seqlens_k")
-    lengths = seqused_k if cu_seqlens_k is None or seqused_k is not None else cu_seqlens_k.diff()
-    assert lengths is not None
-    return lengths
+    return lengths_of_pages(cu_seqlens_k, seqused_k, q.device)
 
 
 def _ones(tensors: Sequence[Tensor], ends: Any) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cuteflash import mla
-from cuteflash.coerce import not_tensors
+from cuteflash.coerce import flag, not_tensors
 from cuteflash.renaming import NAMING, rename
 from cuteflash.unsupported import NOTHING, refuse
 from cuteflash.validate import shown
@@ -142,6 +142,7 @@ def flash_mla_with_kvcache(
         if not isinstance(x, Tensor):
             raise not_tensors(**{name: x})
     _check_metadata(tile_scheduler_metadata, num_splits)
+    is_fp8_kvcache = flag("is_fp8_kvcache", is_fp8_kvcache)
     if isinstance(k_cache, Tensor):
         check_row_format("k_cache", k_cache)
         if is_fp8_kvcache != (k_cache.dtype == FP8):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cuteflash import mla
-from cuteflash.coerce import is_int, not_tensors
+from cuteflash.coerce import flag, is_int, not_tensors
 from cuteflash.compat.common import window_of_others
 from cuteflash.renaming import NAMING, rename
 from cuteflash.unsupported import ZERO, refuse
@@ -103,9 +103,11 @@ def _attend(
     if qv.dim() != q.dim() or any(holds(a != b) for a, b in zip(qv.shape[:-1], q.shape[:-1], strict=True)):
         allowed = (*q.shape[:-1], LATENT_DIM)
         raise ValueError(f"qv.shape is {tuple(qv.shape)}; allowed: {allowed}, the rows and heads of q")
+    is_causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
     refuse(attention_chunk=(attention_chunk, ZERO), softcap=(softcap, ZERO))
     window = window_of_others(window_size)
     refuse(window_size=(window, ((-1, -1), (-1, 0))))
+    is_causal = is_causal or window == (-1, 0)
     cache = neighbours(v, k)
     if cache is None:
         raise ValueError(
@@ -114,7 +116,6 @@ def _attend(
         )
     rows = neighbours(qv, q)
     rows = torch.cat((qv, q), dim=-1) if rows is None else rows
-    is_causal = causal or window == (-1, 0)
     if queries.cu_seqlens is None:
         return mla.flash_mla_decode(rows, cache, causal=is_causal, return_lse=return_lse, **options)
     places, padded = _padded(rows, queries)
