@@ -6,14 +6,17 @@ Inputs are made by the kernels right before a call, and are gone by those right 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 import cuteflash
+from tests.gpu import packed_gradients
 from tests.gpu.checks import Case
 from tests.gpu.gradients import upstream
+from tests.gpu.packed import Packed
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +27,7 @@ ROUNDS = 20
 LENGTHS = [(64, 4096), (4096, 64), (777, 777)]
 
 
-def in_a_row(call, sets: list[tuple[Tensor, ...]], deterministic: bool) -> None:  # type: ignore[no-untyped-def]
+def in_a_row(call: Callable[..., tuple[Tensor, ...]], sets: list[tuple[Tensor, ...]], deterministic: bool) -> None:
     """Calls without a gap give what each gives alone: the same bits, or nearly so for sums in any order."""
     expected = []
     for tensors in sets:
@@ -67,18 +70,12 @@ def test_dense(
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("keys", [(0, 0, 0), (300, 0, 2100)], ids=str)
 def test_packed(keys: tuple[int, ...], head_dim: int, deterministic: bool, family: str, cuda: torch.device) -> None:
-    queries = 700, 5, 900
-    cu_q, cu_k = (torch.tensor((0, *itertools.accumulate(x)), dtype=torch.int32, device=cuda) for x in (queries, keys))
-    rows, most = (sum(queries), max(sum(keys), 500)), (max(queries), max(keys))  # rows of K that belong to none, too
-    case = Case(*rows, batch=1, heads=4, head_dim=head_dim, causal=True, lse=True)
+    case = Case(heads=4, head_dim=head_dim, causal=True, lse=True)
+    packed = Packed((700, 5, 900), keys, case, rest_k=max(500 - sum(keys), 0))  # rows of K that belong to none, too
     sets = []
     for seed in range(SETS):
-        q, k, v = (x[0] for x in case.inputs(cuda, seed))
-        out, lse = cuteflash.flash_attn_varlen_func(
-            q, k, v, cu_q, cu_k, *most, causal=True, return_lse=True, family=family
-        )
-        dout = upstream(case.inputs(cuda, seed), case, seed).out[0]
-        sets.append((dout, q, k, v, out, lse))
-
-    options = {"window_right": 0, "family": family, "deterministic": deterministic}
-    in_a_row(lambda *x: VARLEN_BWD(*x, cu_q, cu_k, **options), sets, deterministic)
+        inputs = packed.inputs(cuda, seed)
+        dout = packed_gradients.upstream(packed, inputs, seed).out
+        sets.append((dout, *inputs, *packed.call(inputs, family)))
+    options = packed.vectors(cuda) | {"window_right": 0, "family": family, "deterministic": deterministic}
+    in_a_row(lambda *x: VARLEN_BWD(*x, **options), sets, deterministic)
