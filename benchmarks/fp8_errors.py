@@ -26,7 +26,7 @@ from cuteflash.reference.quantize import quantize
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.tune.accuracy import rms
-from cuteflash.tune.fp8_accuracy import modelled_options
+from cuteflash.tune.fp8_accuracy import kernel_model
 from cuteflash.tune.inputs import PLAIN, of_kind
 from cuteflash.tune.timing import first_call
 
@@ -185,7 +185,7 @@ def of_model(given: Fp8Operands, two_level: bool) -> Tensor:
     """O as the kernel is expected to compute it, before it is rounded."""
     traits = dataclasses.replace(shipped_traits(given.q.shape[3]), two_level=two_level)
     mask = given.q.shape[3] ** -0.5, -1, -1
-    out = modelled_attention(given.q, given.k, given.v, given.descales, mask, **modelled_options(traits))
+    out = modelled_attention(given.q, given.k, given.v, given.descales, mask, kernel_model(traits))
     return out[0, :, 0].double() + given.v_mean[0].double()
 
 

@@ -9,7 +9,7 @@ import torch
 from cuteflash.tune import accuracy, gradients
 from cuteflash.tune.accuracy import Errors
 from cuteflash.tune.cells import Cell, Inputs, make_inputs
-from cuteflash.tune.fp8_accuracy import Fp8Reference
+from cuteflash.tune.fp8_accuracy import COARSEST, Fp8Reference
 from cuteflash.tune.gradients import BwdInputs, Gradients, make_bwd_inputs
 
 from .packed import PackedCell, PackedInputs, checked_places, make_packed_bwd_inputs, make_packed_inputs
@@ -92,14 +92,14 @@ class OutputJudge:
 class ModelledJudge:
     """Judges the output of a forward on 8-bit operands, or on what they stand for, by the modelled errors.
 
-    Kernels may accumulate in one level or two: the errors of one level are allowed to all.
+    Kernels may accumulate in one level or two, under maxima that move or are kept: what `COARSEST` is allowed, all are.
     """
 
     def __init__(self, cell: Cell, device: torch.device):
         self.inputs = make_inputs(cell, device)
         self.reference = Fp8Reference(self.inputs, accuracy.HEADS_CHECKED)
         self.flops: float = cell.flops
-        allowed = self.reference.allowed(is_two_level=False)
+        allowed = self.reference.allowed(COARSEST)
         self.facts = {**facts_of(cell), "tolerance": allowed.maximum, "allowed_rms": allowed.rms}
 
     def poison(self) -> None:
@@ -114,7 +114,7 @@ class ModelledJudge:
         return self.reference.complaint(out, other)
 
     def imprecision(self, out: torch.Tensor) -> str | None:
-        return self.reference.imprecision(out, is_two_level=False)
+        return self.reference.imprecision(out, COARSEST)
 
     def kept(self, out: torch.Tensor) -> torch.Tensor:
         return out.clone()

@@ -23,7 +23,7 @@ from cuteflash.kernels.common.transpose_v import TransposeV
 from cuteflash.problem import UNBOUNDED, BwdProblem, FwdProblem, Operands, Scores
 from cuteflash.quantize_problem import TransposeProblem
 from cuteflash.reference.fp8 import natural_keys, permuted_keys
-from cuteflash.reference.fp8_accumulator import LEAST_EXPONENTS, accumulate, modelled_attention
+from cuteflash.reference.fp8_accumulator import LEAST_EXPONENTS, KernelModel, accumulate, modelled_attention
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.quantize import QuantizeTraits, transpose_traits
@@ -561,7 +561,7 @@ def test_two_levels_lose_what_one_level_loses() -> None:
     exact = flash_attn_func(*(x.double() for x in operands))
     errors = []
     for is_two_level in (False, True):
-        modelled = modelled_attention(*operands, one, (32**-0.5, -1, -1), is_two_level=is_two_level)
+        modelled = modelled_attention(*operands, one, (32**-0.5, -1, -1), KernelModel(128, 8.0, is_two_level))
         errors.append(((modelled - exact).square().mean() / exact.square().mean()).sqrt().item())
     assert 0.015 < errors[0] < 0.03  # 2.2e-2 was measured of such sums
     assert errors[1] < 5e-3  # the rounding of P

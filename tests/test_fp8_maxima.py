@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from cuteflash import flash_attn_func
-from cuteflash.reference.fp8_accumulator import FixedMaxima, modelled_attention
+from cuteflash.reference.fp8_accumulator import FixedMaxima, KernelModel, modelled_attention
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
-from cuteflash.tune.fp8_accuracy import modelled_options
+from cuteflash.tune.fp8_accuracy import kernel_model
 
 FP8 = torch.float8_e4m3fn
 FIXED = FixedMaxima(64)
-OPTIONS: dict[str, Any] = {"tile_n": 32, "p_offset": 4.0}
 ALL, CAUSAL, WINDOW = (-1, -1), (-1, 0), (40, 0)
 
 
@@ -28,7 +26,7 @@ def operands(s_q: int, s_k: int, factor: float = 1.0) -> list[Tensor]:
 
 
 def modelled(tensors: list[Tensor], window: tuple[int, int], fixed: FixedMaxima | None) -> Tensor:
-    return modelled_attention(*tensors, [torch.ones(1, 1)] * 3, (32**-0.5, *window), fixed=fixed, **OPTIONS)
+    return modelled_attention(*tensors, [torch.ones(1, 1)] * 3, (32**-0.5, *window), KernelModel(32, 4.0, True, fixed))
 
 
 def error(tensors: list[Tensor], window: tuple[int, int], fixed: FixedMaxima | None) -> float:
@@ -84,8 +82,7 @@ def test_a_warp_redoes_a_block_together() -> None:
     assert FIXED.outgrown(p)[0].nonzero()[:, 0].tolist() == list(range(16, 32))
 
 
-def test_options_follow_from_the_traits() -> None:
+def test_the_model_follows_from_the_traits() -> None:
     traits = FwdTraitsFp8Sm90(128, 128, 64, 64, fixed_max=True, two_level=True, masked_by_fixed_max=True)
-    expected = {"tile_n": 128, "p_offset": 3, "is_two_level": True, "fixed": FixedMaxima(128, True)}
-    assert modelled_options(traits) == expected
-    assert modelled_options(dataclasses.replace(traits, fixed_max=False, masked_by_fixed_max=False))["fixed"] is None
+    assert kernel_model(traits) == KernelModel(128, 3, is_two_level=True, fixed=FixedMaxima(128, True))
+    assert kernel_model(dataclasses.replace(traits, fixed_max=False, masked_by_fixed_max=False)).fixed is None

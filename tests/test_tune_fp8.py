@@ -22,7 +22,7 @@ from cuteflash.tune import cuda_backend, trials
 from cuteflash.tune.cells import Cell, Inputs, make_inputs
 from cuteflash.tune.cuda_backend import TorchBench, WrongResult, gate_cells
 from cuteflash.tune.feature_checks import settle
-from cuteflash.tune.fp8_accuracy import SAMPLED_ROWS, Fp8Reference, sampled_rows
+from cuteflash.tune.fp8_accuracy import SAMPLED_ROWS, Fp8Reference, kernel_model, sampled_rows
 from cuteflash.tune.operations import enumerate_traits
 from cuteflash.tune.plan import SINK, with_sinks
 from cuteflash.tune.rank import shortlist
@@ -37,16 +37,17 @@ STORED = Cell(32, "causal", 64, "e4m3", tokens=64, hidden=64)
 GIVEN = dataclasses.replace(STORED, transposed_v=True)
 ONE = FwdTraitsFp8Sm90(64, 64, 32, 32, pingpong=False, turns_v=True)
 TWO = dataclasses.replace(ONE, two_level=True)
+FIXED = dataclasses.replace(TWO, fixed_max=True, masked_by_fixed_max=True)
 cells = pytest.mark.parametrize("cell", [STORED, GIVEN], ids=["V as stored", "V^T"])
 Compute = Callable[[Inputs], Tensor]
 
 
-def modelled(inputs: Inputs, is_two_level: bool = True) -> Tensor:
+def modelled(inputs: Inputs, traits: FwdTraitsFp8Sm90 = TWO) -> Tensor:
     """What the hardware is expected to give, rounded to O's type."""
     assert inputs.scales is not None
     mask = (inputs.cell.head_dim**-0.5, *inputs.cell.window)
     given = inputs.q, inputs.k, inputs.rows_of_v(), inputs.scales[:3], mask
-    return modelled_attention(*given, tile_n=64, p_offset=4.0, is_two_level=is_two_level).to(inputs.out_dtype)
+    return modelled_attention(*given, kernel_model(traits)).to(inputs.out_dtype)
 
 
 def by_definition(inputs: Inputs) -> Tensor:
@@ -145,22 +146,35 @@ def test_a_kernel_is_judged_by_its_own_way_to_accumulate() -> None:
     inputs = make_inputs(cell, CPU)
     inputs = dataclasses.replace(inputs, v=(inputs.v.float() + 100).to(inputs.v.dtype))
     reference = Fp8Reference(inputs, heads=1)
-    one, two = (modelled(inputs, is_two_level) for is_two_level in (False, True))
-    assert reference.imprecision(two, is_two_level=True) is None
-    assert reference.imprecision(one, is_two_level=False) is None
-    assert "modelled hardware" in (reference.imprecision(one, is_two_level=True) or "")
+    one, two = (modelled(inputs, traits) for traits in (ONE, TWO))
+    assert reference.imprecision(two, kernel_model(TWO)) is None
+    assert reference.imprecision(one, kernel_model(ONE)) is None
+    assert "modelled hardware" in (reference.imprecision(one, kernel_model(TWO)) or "")
+
+
+def test_a_kernel_is_judged_by_its_own_maxima() -> None:
+    """Peaked scores: the largest weight of a row is exact under maxima that move, and rounded under those of a block
+    before.
+    """
+    inputs = make_inputs(Cell(64, "causal", 700, "e4m3", seqlen_q=100, tokens=700, hidden=64, inputs="peaked"), CPU)
+    reference = Fp8Reference(inputs, heads=1)
+    out = modelled(inputs, FIXED)
+    assert reference.imprecision(out, kernel_model(FIXED)) is None
+    assert "modelled hardware" in (reference.imprecision(out, kernel_model(TWO)) or "")
+    moves_at_masks = dataclasses.replace(FIXED, masked_by_fixed_max=False)
+    assert reference.allowed(kernel_model(moves_at_masks)).rms < reference.allowed(kernel_model(FIXED)).rms
 
 
 def test_long_cells_are_judged_on_some_rows_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sampled_rows(50) == [slice(0, 50)]
-    assert [rows.start for rows in sampled_rows(1000)] == [0, 468, 936]
+    assert [rows.start for rows in sampled_rows(1000)] == [0, 464, 944]
     cell = dataclasses.replace(STORED, seqlen=200, seqlen_q=200, tokens=600)
     inputs = make_inputs(cell, CPU)
     reference = Fp8Reference(inputs, heads=2)
     assert [(part.batch, part.head) for part in reference.parts[::3]] == [(0, 0), (2, 1)]
-    assert {part.rows.stop - part.rows.start for part in reference.parts} == {SAMPLED_ROWS}
+    assert {part.rows.stop - part.rows.start for part in reference.parts} == {SAMPLED_ROWS, 200 - 144}
     right = by_definition(inputs)
-    assert reference.complaint(right, None) is reference.imprecision(right, is_two_level=True) is None
+    assert reference.complaint(right, None) is reference.imprecision(right, kernel_model(TWO)) is None
     wrong = right.clone()
     wrong[1, :, 1].add_(0.5)  # a head that is not compared with fp32
     assert reference.complaint(wrong, None) is None

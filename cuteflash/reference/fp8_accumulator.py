@@ -112,17 +112,29 @@ class FixedMaxima(NamedTuple):
         return of_warps.repeat_interleave(WARP_ROWS, dim=-1)[..., :s_q]
 
 
+class KernelModel(NamedTuple):
+    """What a kernel's errors depend on.
+
+    Attributes:
+        tile_n: keys of a block.
+        p_offset: P is multiplied with 2 to this power before it is rounded.
+        is_two_level: each block's product starts from 0.
+        fixed: of a kernel that does not compare each score with the maxima; None is one that does.
+    """
+
+    tile_n: int
+    p_offset: float
+    is_two_level: bool
+    fixed: FixedMaxima | None = None
+
+
 def modelled_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     descales: Iterable[Tensor],
     mask: tuple[float, int, int],
-    *,
-    tile_n: int = 128,
-    p_offset: float = 8.0,
-    is_two_level: bool = True,
-    fixed: FixedMaxima | None = None,
+    model: KernelModel,
 ) -> Tensor:
     """O as the kernels are expected to compute it, before it is rounded, in fp64.
 
@@ -133,12 +145,10 @@ def modelled_attention(
         q, k, v: (b, s, h, d) of 8 bits, v as rows.
         descales: the scales of q, k and v, fp32 (b, h_k).
         mask: softmax_scale, window_left and window_right, see `naive.naive_attention`.
-        tile_n: keys of a block.
-        p_offset: P is multiplied with 2 to this power before it is rounded.
-        is_two_level: each block's product starts from 0.
-        fixed: of a kernel that does not compare each score with the maxima; None is one that does.
+        model: of the kernel. Its tiles begin with the first of these queries.
     """
     softmax_scale, left, right = mask
+    tile_n, p_offset, is_two_level, fixed = model
     q_scale, k_scale, v_scale = descales
     s_q, s_k = q.shape[1], k.shape[1]
     queries, keys, values = grouped(dequantised(q, q_scale), dequantised(k, k_scale), v.float())

@@ -9,13 +9,12 @@ does it.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cuteflash.problem import UNBOUNDED
-from cuteflash.reference.fp8_accumulator import FixedMaxima, modelled_attention
+from cuteflash.reference.fp8_accumulator import WARP_ROWS, FixedMaxima, KernelModel, modelled_attention
 from cuteflash.traits.fp8_sm90 import FIXED_P_OFFSET, FwdTraitsFp8Sm90
 from cuteflash.tune.accuracy import Errors, chosen_heads, errors_of, masked_scores, rms
 from cuteflash.tune.cells import Inputs
@@ -26,6 +25,8 @@ P_ROUNDING = 2.0**-3  # of a weight, relative: a whole unit in e4m3's last place
 P_SMALLEST = 2.0**-9 * 2.0**-FIXED_P_OFFSET  # of the largest weight, which is 1: e4m3's smallest number
 AGREEMENT = 3.0  # times the modelled rms error, by which two right outputs may differ on a head
 SAMPLED_ROWS = 64  # of each sampled part of a head: its first rows, those in the middle and its last ones
+# A judge that does not know a kernel's traits allows what this one is allowed.
+COARSEST = KernelModel(128, FIXED_P_OFFSET, is_two_level=False, fixed=FixedMaxima(128, masked=True))
 
 
 def allowed_rms(modelled: Tensor, exact: Tensor) -> float:
@@ -33,10 +34,10 @@ def allowed_rms(modelled: Tensor, exact: Tensor) -> float:
     return TIMES_MODELLED * rms(modelled - exact) + OUT_ROUNDING * rms(exact)
 
 
-def modelled_options(traits: FwdTraitsFp8Sm90) -> dict[str, Any]:
-    """What `modelled_attention` has to know of a kernel's traits, as its keywords."""
+def kernel_model(traits: FwdTraitsFp8Sm90) -> KernelModel:
+    """What the errors of a kernel with these traits depend on."""
     fixed = FixedMaxima(traits.tile_m, traits.masked_by_fixed_max) if traits.fixed_max else None
-    return {"tile_n": traits.tile_n, "p_offset": traits.p_offset, "is_two_level": traits.two_level, "fixed": fixed}
+    return KernelModel(traits.tile_n, traits.p_offset, traits.two_level, fixed)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,14 +71,14 @@ class Fp8Reference:
         places = [(int(batch), int(head)) for batch, _, head in chosen_heads(cell, heads)]  # type: ignore[arg-type]
         self._values = inputs.values()
         self.parts = [self._part(batch, head, some) for batch, head in places for some in rows]
-        self._allowed: dict[bool, float] = {}
+        self._allowed: dict[KernelModel, float] = {}
 
-    def allowed(self, is_two_level: bool) -> Errors:
-        """The largest error of any element, and the rms error of a kernel that accumulates so."""
-        if is_two_level not in self._allowed:
-            modelled = torch.cat([self._modelled(part, is_two_level) for part in self.parts])
-            self._allowed[is_two_level] = allowed_rms(modelled, torch.cat([part.exact for part in self.parts]))
-        return Errors(max(part.bound.max().item() for part in self.parts), self._allowed[is_two_level])
+    def allowed(self, model: KernelModel) -> Errors:
+        """The largest error of any element, and the rms error of such a kernel."""
+        if model not in self._allowed:
+            modelled = torch.cat([self._modelled(part, model) for part in self.parts])
+            self._allowed[model] = allowed_rms(modelled, torch.cat([part.exact for part in self.parts]))
+        return Errors(max(part.bound.max().item() for part in self.parts), self._allowed[model])
 
     @property
     def size(self) -> float:
@@ -100,14 +101,14 @@ class Fp8Reference:
                 return f"error {found:.2e} over {most:.2e}"
         if other is not None:
             apart = (out.float() - other.float()).square().mean(dim=(1, 3)).sqrt().max().item()
-            most = AGREEMENT * self.allowed(is_two_level=False).rms
+            most = AGREEMENT * self.allowed(COARSEST).rms
             if apart > most:
                 return f"differs from another implementation by {apart:.2e} over {most:.2e} (rms of a head)"
         return None
 
-    def imprecision(self, out: Tensor, is_two_level: bool) -> str | None:
-        """None if the rms error is small enough for a kernel that accumulates so, else by how much it is too large."""
-        found, allowed = self.errors(out).rms, self.allowed(is_two_level).rms
+    def imprecision(self, out: Tensor, model: KernelModel) -> str | None:
+        """None if the rms error is small enough for such a kernel, else by how much it is too large."""
+        found, allowed = self.errors(out).rms, self.allowed(model).rms
         return None if found <= allowed else f"rms error {found:.2e} over {allowed:.2e}, that of the modelled hardware"
 
     def _keys(self, rows: slice) -> slice:
@@ -127,23 +128,24 @@ class Fp8Reference:
         exact, bound = weights @ v / total, slack @ v.abs() / total
         return Part(batch, head, rows, exact, bound + 2 * OUT_ROUNDING * exact.abs())
 
-    def _modelled(self, part: Part, is_two_level: bool) -> Tensor:
+    def _modelled(self, part: Part, model: KernelModel) -> Tensor:
         inputs, keys = self.inputs, self._keys(part.rows)
         assert inputs.scales is not None
         batch, head = slice(part.batch, part.batch + 1), slice(part.head, part.head + 1)
+        left, right = (-1 if side >= UNBOUNDED else side for side in inputs.cell.window)
         modelled = modelled_attention(
             inputs.q[batch, part.rows, head],
             inputs.k[batch, keys, head],
             inputs.rows_of_v()[batch, keys, head],
             [scale[batch, head] for scale in inputs.scales[:3]],
-            (inputs.cell.head_dim**-0.5, *inputs.cell.window),
-            p_offset=FIXED_P_OFFSET,
-            is_two_level=is_two_level,
+            (inputs.cell.head_dim**-0.5, left, right),
+            model,
         )
         return modelled[0, :, 0].float()
 
 
 def sampled_rows(rows: int) -> list[slice]:
-    """The first, middle and last rows of so many."""
-    starts = dict.fromkeys(max(0, start) for start in (0, (rows - SAMPLED_ROWS) // 2, rows - SAMPLED_ROWS))
-    return [slice(start, min(start + SAMPLED_ROWS, rows)) for start in starts]
+    """The first, middle and last rows of so many, from whole warps on."""
+    last = -(-max(0, rows - SAMPLED_ROWS) // WARP_ROWS) * WARP_ROWS
+    middle = last // 2 // WARP_ROWS * WARP_ROWS
+    return [slice(start, min(start + SAMPLED_ROWS, rows)) for start in dict.fromkeys((0, middle, last))]

@@ -16,11 +16,11 @@ from cuteflash.mla_problem import PAGE_ROWS
 from cuteflash.planning import bwd_scalars, fwd_scalars
 from cuteflash.split_planning import SplitLaunch, Tiles
 from cuteflash.traits.arch import get_arch
+from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.row import Traits
-from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.tune import accuracy, gradients
 from cuteflash.tune.cells import Cell, Inputs, make_inputs
-from cuteflash.tune.fp8_accuracy import Fp8Reference
+from cuteflash.tune.fp8_accuracy import Fp8Reference, kernel_model
 from cuteflash.tune.gradients import BwdInputs, Gradients, Saved, make_bwd_inputs, saved_forward
 from cuteflash.tune.operations import Task
 from cuteflash.tune.peers import backward_runner, forward_runner, peer_attention
@@ -150,11 +150,11 @@ class Fp8Trial(OutputTrial):
     def complaint(self, result: Tensor, right: Tensor | None) -> str | None:
         return self.reference.complaint(result, right)
 
-    def imprecision(self, traits: FwdTraitsSm90, result: Tensor) -> str | None:
-        return self.reference.imprecision(result, traits.two_level)
+    def imprecision(self, traits: FwdTraitsFp8Sm90, result: Tensor) -> str | None:
+        return self.reference.imprecision(result, kernel_model(traits))
 
-    def errors(self, traits: FwdTraitsSm90, result: Tensor) -> dict[str, list[float]]:
-        found, allowed = self.reference.errors(result), self.reference.allowed(traits.two_level)
+    def errors(self, traits: FwdTraitsFp8Sm90, result: Tensor) -> dict[str, list[float]]:
+        found, allowed = self.reference.errors(result), self.reference.allowed(kernel_model(traits))
         return {"o": [found.maximum, allowed.maximum, found.rms, allowed.rms]}
 
 

@@ -18,7 +18,7 @@ from cuteflash.reference.fp8 import dequantised, permuted_keys
 from cuteflash.reference.fp8_accumulator import modelled_attention
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.length_class import length_class_of
-from cuteflash.tune.fp8_accuracy import allowed_rms, modelled_options
+from cuteflash.tune.fp8_accuracy import allowed_rms, kernel_model
 from tests.gpu.checks import Case, poisoned, reference, rms
 from tests.gpu.pairwise import every_pair
 
@@ -94,7 +94,7 @@ class Operands8:
             self.v,
             self.scales,
             (self.q.shape[3] ** -0.5, left, 0 if case.causal else right),
-            **modelled_options(traits),
+            kernel_model(traits),
         )
 
 
