@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cuteflash.coerce import is_int
-from cuteflash.torch_internals import are_functorch_transforms_active
+from cuteflash.torch_internals import are_functorch_transforms_active, is_watched
 from cuteflash.traits.length_class import LengthClass, length_class_of_packed
 from cuteflash.validate import reads_values, shown
 
@@ -53,3 +53,8 @@ def can_read(vector: Tensor) -> bool:
         return False
     is_readable = vector.device.type == "cpu" or (reads_values() and vector.device.type == "cuda")
     return is_readable and not are_functorch_transforms_active()
+
+
+def is_free_to_read(vector: Tensor) -> bool:
+    """Whether a vector has values that can be checked without a sync, and no mode sees the check's operators."""
+    return vector.device.type == "cpu" and vector.numel() > 0 and can_read(vector) and not is_watched()

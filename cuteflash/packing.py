@@ -14,10 +14,9 @@ from torch import Tensor
 
 from cuteflash.api import Options, flash_attn_func
 from cuteflash.coerce import is_int, not_tensors
-from cuteflash.limits import Longest, can_read
+from cuteflash.limits import Longest, is_free_to_read
 from cuteflash.packed_api import VarlenOptions, flash_attn_varlen_func
 from cuteflash.renaming import NAMING, rename
-from cuteflash.torch_internals import is_watched
 from cuteflash.validate import check_strided, holds, shown
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -249,7 +248,7 @@ def check_one_each(indices: Tensor, name: str, rows: Tensor) -> None:
 
 def check_places(indices: Tensor, count: int, what: str) -> None:
     """Raise if checked `indices` are not below `count`, which is called `what`: on a CPU, where that is known."""
-    if indices.device.type == "cpu" and indices.numel() and can_read(indices) and not is_watched():
+    if is_free_to_read(indices):
         first, last = (int(x) for x in indices.aminmax())
         if first < 0 or last >= count:
             raise ValueError(f"indices go from {first} to {last}; allowed: 0 to {count - 1}, {what} - 1")

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cuteflash import packing
-from cuteflash.limits import can_read
-from cuteflash.torch_internals import is_watched
+from cuteflash.limits import is_free_to_read
 
 __all__ = [
     "index_first_axis",
@@ -85,7 +84,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 def _check_lengths(lengths: Tensor) -> None:
     """Raise ValueError if lengths are negative, or more than a row holds: on a CPU, where that is known."""
-    if lengths.device.type != "cpu" or not lengths.numel() or not can_read(lengths) or is_watched():
+    if not is_free_to_read(lengths):
         return
     if lengths.min() < 0:
         raise ValueError(f"attention_mask_in_length has a length of {lengths.min()}; allowed: 0 or more")
