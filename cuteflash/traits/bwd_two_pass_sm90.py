@@ -82,7 +82,7 @@ class BwdTwoPassTraitsSm90:
     @property
     def packed_regs(self) -> tuple[int, int]:
         """Both, in the dQ pass of packed sequences, whose producer looks up where their rows lie."""
-        return PAGED_SPLIT
+        return PAGED_SPLIT[2]
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:

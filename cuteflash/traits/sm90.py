@@ -24,7 +24,7 @@ ADDRESS_REGS = 24  # registers a thread needs at least beside its fragments
 MAX_REGS, REGISTER_FILE = 255, 65536  # a thread's at most, a multiprocessor's
 PLAIN_FEATURES: frozenset[Feature] = frozenset({"softcap", "lse", "sink"})  # of every kernel
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-PAGED_SPLIT = 40, 232  # of two consumer warpgroups, if the producer looks up where rows lie
+PAGED_SPLIT = {1: (152, 256), 2: (40, 232)}  # of a resident block whose producer looks up where rows lie
 RESIDENT_SPLIT = {2: (40, 216), 3: (24, 136), 4: (24, 104)}  # of so many blocks with one consumer warpgroup each
 
 
@@ -204,7 +204,8 @@ class FwdTraitsSm90:
     @property
     def paged_regs(self) -> tuple[int, int]:
         """`producer_regs` and `mma_regs` of kernels that look up where K and V lie."""
-        return PAGED_SPLIT if self.mma_warpgroups == 2 else (self.producer_regs, self.mma_regs)
+        usual = self.producer_regs, self.mma_regs
+        return PAGED_SPLIT.get(self.mma_warpgroups, usual) if self.blocks_per_sm == 1 else usual
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
