@@ -3,6 +3,7 @@
     python -m benchmarks.forward --help          # the options; `cuteflash bench` is the same command
     python -m benchmarks.forward --json PATH     # the published grid
     python -m benchmarks.forward --set real      # inputs like those of language models
+    python -m benchmarks.forward --set brief     # many short sequences
     python -m benchmarks.forward --set fp8       # 8-bit operands beside bf16
 
 Each cell's outputs are checked before it is timed. If implementations with 8-bit operands take part, all of a cell's
@@ -37,6 +38,7 @@ REAL_INPUTS = (PLAIN, "sink:8", "sink:12", "sink:30", "peaked", "outliers")
 SETS = {
     "grid": Choice(),  # the published one
     "real": Choice((64, 128), ("causal",), (8192,), ("bf16", "fp16"), REAL_INPUTS, ("sm90", "fa4", "cudnn")),
+    "brief": Choice((32, 64, 128), seqlens=(64, 128, 256), names=("sm90", "fa4", "cudnn")),
     "fp8": Choice(seqlens=(1024, 2048, 4096, 8192, 16384), names=("sm90", *FP8_NAMES)),
 }
 ALLOWED = (*NAMES, *FP8_NAMES)  # implementations

@@ -98,7 +98,8 @@ def test_a_row_serves_the_length_classes_it_names(monkeypatch: pytest.MonkeyPatc
     }
     assert {lengths: choice.traits for lengths, choice in chosen.items()} == {
         "decode": SPECIAL,
-        "tiny": SPECIAL,  # a forward's row for short ones
+        "tiny": GENERAL,
+        "brief": GENERAL,
         "short": SPECIAL,
         "medium": GENERAL,  # a forward's row for long ones
         "long": GENERAL,
@@ -178,7 +179,7 @@ def test_unknown_target_and_family() -> None:
     problem = FwdProblem.dense("bf16", 64, 64)
     with pytest.raises(ValueError, match="arch is 'sm_90'; allowed: sm_80"):
         choose(problem, "sm_90")
-    with pytest.raises(ValueError, match="lengths is 'middling'; allowed: decode, tiny, short, medium, long"):
+    with pytest.raises(ValueError, match="lengths is 'middling'; allowed: decode, tiny, brief, short, medium, long"):
         choose(problem, "sm_90a", None, "middling")
     with pytest.raises(ValueError, match="family is 'sm100'; allowed: sm80, sm90"):
         choose(problem, "sm_90a", "sm100")

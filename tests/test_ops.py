@@ -234,14 +234,15 @@ def test_what_differs_between_calls_never_leaks_from_one_into_another(gpu: Gpu) 
 def test_the_lengths_of_a_call_choose_among_a_problems_kernels(
     gpu: Gpu, own_tables: OwnTables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiles = {"decode": 32, "short": 48, "long": 80}
+    tiles = {"decode": 32, "tiny": 64, "brief": 96, "short": 48, "long": 80}
     rows = [Row(FwdTraitsSm90(128, tile_n, 32, 32), lengths=(shape,)) for shape, tile_n in tiles.items()]
     own_tables.write("sm_90a", "sm90", [MEASURED(row) for row in rows])
     launched = []
     monkeypatch.setattr(
         planning, "compiled", lambda cls, traits, *rest: lambda *arguments: launched.append(traits.tile_n)
     )
-    for s_q, s_k, shape in [(16, 9, "decode"), (17, 9, "short"), (17, 1536, "long"), (16, 9, "decode")]:
+    sizes = (16, 9), (17, 9), (17, 90), (17, 900), (17, 1536), (16, 9)
+    for (s_q, s_k), shape in zip(sizes, [*tiles, "decode"], strict=True):
         gpu.fwd(*qkv(s_q=s_q, s_k=s_k, d_v=16), None, -1, -1, 0.0, False)
         assert launched[-1] == tiles[shape]
 

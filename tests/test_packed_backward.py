@@ -372,7 +372,7 @@ def test_an_equal_call_is_planned_once_whatever_its_vectors_say(gpu: BwdGpu) -> 
     *given, _, cu_k = saved()
     for cu in (ends(LENGTHS_Q), ends((0, 0, 15, 0, 0)), ends((3, 3, 3, 3, 3))):
         gpu.bwd(*given, cu, cu_k)
-    assert len(gpu.planned) == 1 and len(gpu.launches) == 3 and gpu.lengths == ["short"]
+    assert len(gpu.planned) == 1 and len(gpu.launches) == 3 and gpu.lengths == ["brief"]
     assert gpu.last()[0].storage == Storage("varlen", "varlen") and gpu.last()[1].dlse is None
 
 
@@ -523,11 +523,11 @@ def test_a_saved_tensor_that_comes_back_on_an_odd_address_is_refused(plain: BwdG
 
 
 LONGEST: dict[str, tuple[Any, str]] = {
-    "unknown": ((None, None), "short"),
-    "half known": ((7, None), "short"),
-    "tensors": ((int32(7), int32(7)), "short"),
+    "unknown": ((None, None), "brief"),
+    "half known": ((7, None), "brief"),
+    "tensors": ((int32(7), int32(7)), "brief"),
     "tiny": ((7, np.int64(32)), "tiny"),
-    "short": ((40, 7), "short"),
+    "brief": ((40, 7), "brief"),
     "medium": ((1 << 20, 7), "medium"),
     "long": ((1 << 22, 7), "long"),  # most work is in the long ones
 }

@@ -94,7 +94,11 @@ def test_arch_names_and_capabilities() -> None:
         (1, 1, "decode"),
         (1, 1 << 20, "decode"),
         (16, 4096, "decode"),
-        (17, 17, "short"),
+        (17, 17, "tiny"),
+        (64, 64, "tiny"),
+        (64, 65, "brief"),
+        (448, 17, "brief"),
+        (449, 449, "short"),
         (17, 1535, "short"),
         (1535, 1, "short"),
         (17, 1536, "long"),
@@ -107,19 +111,20 @@ def test_arch_names_and_capabilities() -> None:
 def test_shape_classes(seqlen_q: int, seqlen_k: int, shape: str) -> None:
     assert length_class_of(seqlen_q, seqlen_k) == shape
     longer = max(seqlen_q, seqlen_k)
-    backward = "medium" if 1536 <= longer < 3072 and shape == "long" else shape
+    backward = {"tiny": "short", "brief": "short", "long": "medium" if longer < 3072 else "long"}.get(shape, shape)
     assert length_class_of(seqlen_q, seqlen_k, "bwd") == ("tiny" if longer <= 32 else backward)
 
 
 @pytest.mark.parametrize(
     ("total_q", "total_k", "batch", "expected"),
     [
-        (65536, 65536, 4096, "short"),
+        (65536, 65536, 4096, "brief"),
+        (65536, 65536, 128, "short"),
         (64, 65536, 64, "decode"),
         (16384, 16384, 2, "long"),
         (16384, 16384, 8, "medium"),
-        (200, 200, 1, "short"),
-        (16, 200, 16, "short"),  # a query and a dozen keys
+        (200, 200, 1, "brief"),
+        (16, 200, 16, "brief"),  # a query and a dozen keys
     ],
 )
 def test_the_class_of_packed_sequences_is_that_of_the_mean(
@@ -137,8 +142,8 @@ def test_the_class_of_packed_sequences_is_that_of_the_mean(
         (65536, 64, (4096, 16), "medium"),
         (65536, 4096, (16, 16), "tiny"),
         (65536, 4096, (32, 32), "tiny"),
-        (65536, 4096, (33, 32), "short"),
-        (65536, 4096, (32, 33), "short"),
+        (65536, 4096, (33, 32), "brief"),
+        (65536, 4096, (32, 33), "brief"),
         (0, 1, (0, 0), "tiny"),
         (65536, 64, (1, 1), "tiny"),  # wrong, which changes nothing but the speed
     ],
@@ -154,18 +159,21 @@ def test_the_longest_sequences_count_with_the_mean(
 def test_a_few_queries_against_a_long_cache_are_decoding_whatever_the_longest() -> None:
     assert length_class_of_packed(64, 65536, 64, 1, 8192) == "decode"
     assert length_class_of_packed(64, 65536, 64, 1, 40) == "decode"
-    assert length_class_of_packed(64, 640, 64, 4, 40) == "short"
+    assert length_class_of_packed(64, 640, 64, 4, 40) == "brief"
 
 
-@pytest.mark.parametrize(("traits", "served"), [("fwd", True), ("bwd", False)])
-def test_to_a_forward_tiny_sequences_are_short_and_medium_ones_long(traits: str, served: bool) -> None:
-    tile = GOOD80 if traits == "fwd" else BwdTraitsSm80(64, 64, 128, 128)
-    problem = (FwdProblem if traits == "fwd" else BwdProblem).dense("bf16", 128, 128)
-    assert Row(tile, lengths=("short",)).serves(problem, "tiny") == served
-    assert not Row(tile, lengths=("decode", "long")).serves(problem, "tiny")
-    assert Row(tile, lengths=("tiny",)).serves(problem, "tiny") != served
-    assert Row(tile, lengths=("long",)).serves(problem, "medium") == served
-    assert not Row(tile, lengths=("short",)).serves(problem, "medium")
+@pytest.mark.parametrize(("traits", "is_forward"), [("fwd", True), ("bwd", False)])
+def test_to_a_forward_medium_sequences_are_long_and_to_a_backward_brief_ones_short(
+    traits: str, is_forward: bool
+) -> None:
+    tile = GOOD80 if is_forward else BwdTraitsSm80(64, 64, 128, 128)
+    problem = (FwdProblem if is_forward else BwdProblem).dense("bf16", 128, 128)
+    assert Row(tile, lengths=("long",)).serves(problem, "medium") == is_forward
+    assert Row(tile, lengths=("medium",)).serves(problem, "medium") != is_forward
+    assert Row(tile, lengths=("short",)).serves(problem, "brief") != is_forward
+    assert Row(tile, lengths=("brief",)).serves(problem, "brief") == is_forward
+    assert Row(tile, lengths=("tiny",)).serves(problem, "tiny")
+    assert not Row(tile, lengths=("short", "long")).serves(problem, "tiny")
 
 
 def test_a_row_keeps_what_it_serves_in_order_and_says_what_is_left_out() -> None:
@@ -182,7 +190,7 @@ def test_a_row_keeps_what_it_serves_in_order_and_says_what_is_left_out() -> None
         ({"dtypes": ("fp32",)}, r"dtypes is \('fp32',\); allowed: one or more of fp16, bf16"),
         (
             {"lengths": ("short", "middling")},
-            "lengths is .*; allowed: one or more of decode, tiny, short, medium, long",
+            "lengths is .*; allowed: one or more of decode, tiny, brief, short, medium, long",
         ),
     ],
 )

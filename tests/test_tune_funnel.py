@@ -306,7 +306,8 @@ def test_the_score_finds_the_hopper_rows_that_were_measured(head_dim: int) -> No
     assert min(map(order.index, rows)) < (32 if head_dim == 128 else 10)
     tiles = {(traits.tile_m, traits.tile_n) for traits in order[:40]}
     assert {(traits.tile_m, traits.tile_n) for traits in rows if traits.fixed_max} <= tiles
-    assert {traits for traits in rows if traits.blocks_per_sm > 1} <= set(order[:LIMIT])
+    most = max(traits.blocks_per_sm for traits in rows)  # others stand in for them, with masks or storages that spill
+    assert most == 1 or {traits for traits in rows if traits.blocks_per_sm == most} <= set(order[:LIMIT])
 
 
 def test_a_limit_leaves_candidates_of_several_resident_blocks() -> None:

@@ -73,6 +73,9 @@ FP8_ORDERS: tuple[dict[str, Any], ...] = (
     *(FIXED_MAX | {"exp_rows_before_wait": rows, "masked_by_fixed_max": True} for rows in (0, 1)),
     *(FIXED_MAX | {"exp_rows_before_wait": rows} for rows in (0, 1, 2)),
 )
+FP8_RESIDENT: tuple[dict[str, Any], ...] = tuple(
+    order | {"blocks_per_sm": blocks} for blocks in (2, 3, 4) for order in FP8_ORDERS[-5:-1]
+)
 FP8_SWITCHES = ({"pingpong": False}, {"persistent": False}, {"longest_first": False})
 
 
@@ -163,6 +166,8 @@ def fwd_candidates_fp8_sm90(head_dim: int, head_dim_v: int, *, turns_v: bool) ->
                 yield dataclasses.replace(base, **FP8_ORDERS[-2], stored_v_stage=1)
             if stages == SM90_STAGES[0] and not place:
                 yield from changed(base, FP8_SWITCHES if two_level else ({"rescale_in_product": True}, *FP8_SWITCHES))
+            if stages == SM90_STAGES[0] and tile_m == WGMMA_M:
+                yield from filter(runs_somewhere, changed(base, FP8_RESIDENT))
 
 
 def changed(base: AnyTraits, changes: tuple[dict[str, Any], ...]) -> Iterator[AnyTraits]:

@@ -1,7 +1,9 @@
 """Length classes: the part of a call's lengths that decides which row is fastest. Kernels are not compiled for lengths.
 
 decode  a handful of queries against a long cache: one query tile, and the time is that of reading K and V
-tiny    a sequence is a small part of a usual tile; a class of the backward, the forward takes the rows for short
+tiny    a sequence is a small part of a usual tile
+brief   a sequence is a few small tiles, and large ones stay partly empty; a class of the forward, the backward takes
+        the rows for short
 short   the main loop has few steps, so that prologue, epilogue and scheduling of blocks count
 medium  a backward's main loop still has few steps; a class of the backward, the forward takes the rows for long
 long    only the main loop counts
@@ -17,14 +19,16 @@ from typing import Literal, get_args
 
 from cuteflash.mla_problem import AnyOperation, MlaProblem
 
-LengthClass = Literal["decode", "tiny", "short", "medium", "long"]
+LengthClass = Literal["decode", "tiny", "brief", "short", "medium", "long"]
 LENGTH_CLASSES: tuple[LengthClass, ...] = get_args(LengthClass)
 
 DECODE_QUERIES = 16  # the m extent of the smallest tensor-core instruction: more queries begin to fill a query tile
 TINY_LENGTH = 32
-# Main loops below a dozen steps of 128 keys, and below two dozen. Both borders lie between the powers of two that are
-# common and that are timed, so that no such length sits on an edge: 1024 is short, 2048 medium, 4096 long.
-MEDIUM_LENGTH, LONG_LENGTH = 1536, 3072
+TINY_FORWARD = 64  # one tile of a warpgroup
+# Main loops of a few steps of 128 keys, below a dozen, and below two dozen. The borders lie between the powers of two
+# that are common and that are timed, so that no such length sits on an edge: 256 is brief, 512 and 1024 are short, 2048
+# is medium, 4096 long.
+SHORT_LENGTH, MEDIUM_LENGTH, LONG_LENGTH = 449, 1536, 3072
 LONG_CACHE = 16  # keys a query, at least
 
 
@@ -39,6 +43,8 @@ def length_class_of(seqlen_q: int, seqlen_k: int, operation: AnyOperation | None
         return "tiny"
     if seqlen_q <= DECODE_QUERIES or operation == MlaProblem.operation:
         return "decode"
+    if longer < SHORT_LENGTH and operation != "bwd":
+        return "tiny" if longer <= TINY_FORWARD and operation == "fwd" else "brief"
     if longer < MEDIUM_LENGTH:
         return "short"
     return "medium" if longer < LONG_LENGTH and operation != "fwd" else "long"
@@ -53,7 +59,7 @@ def length_class_of_packed(
     A forward passes it on to its backward, so it is as fine as either asks for. It is that of the mean length or, if it
     is known which length none exceeds, of the geometric mean of the two: the work of a sequence grows with the square
     of its length, so that a few long ones among many short ones are most of it. A few queries are `decode` only against
-    a long cache, with few keys they are short sequences.
+    a long cache, with few keys they are brief sequences.
 
     Args:
         rows_q, rows_k: queries and keys of all sequences together.
@@ -65,4 +71,4 @@ def length_class_of_packed(
             return "tiny"
         length_q, length_k = math.isqrt(length_q * longest_q), math.isqrt(length_k * longest_k)
     found = length_class_of(length_q, length_k, operation=None)
-    return "short" if found == "decode" and length_k < LONG_CACHE * length_q else found
+    return "brief" if found == "decode" and length_k < LONG_CACHE * length_q else found

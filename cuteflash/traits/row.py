@@ -64,8 +64,9 @@ CAUSAL = ("causal",)
 WINDOW = ("window",)  # two masked loops beside the plain one: the most registers
 FP16, BF16 = ("fp16",), ("bf16",)
 E4M3, E5M2 = ("e4m3",), ("e5m2",)
-DECODE, TINY, SHORT, MEDIUM, LONG = ("decode",), ("tiny",), ("short",), ("medium",), ("long",)
-FORWARD_CLASS = {"tiny": "short", "medium": "long"}  # what classes of the backward are to a forward
+DECODE, TINY, BRIEF, SHORT, MEDIUM, LONG = ("decode",), ("tiny",), ("brief",), ("short",), ("medium",), ("long",)
+# What classes of the other operation are to this one.
+CLASSES = {"fwd": {"medium": "long"}, "bwd": {"brief": "short"}}
 SOFTCAP, LSE, VARLEN, DETERMINISTIC = ("softcap",), ("lse",), ("varlen",), ("deterministic",)
 TURNED_V, V_MEAN, BLOCK_SCALES = ("turned_v",), ("v_mean",), ("block_scales",)
 SPLIT, SINK, E4M3_CACHE, TREE = ("split",), ("sink",), ("e4m3_cache",), ("tree",)
@@ -140,15 +141,15 @@ class Row:
     def serves(self, problem: AnyProblem, lengths: str, query_rows: int = UNBOUNDED) -> bool:
         """Whether the row serves this problem at lengths of this class; head dims are not compared.
 
-        To a forward tiny sequences are short ones, and medium ones are long. A row that turns V is not given Vᵀ.
+        To a forward medium sequences are long ones, to a backward brief ones are short. A row that turns V is not given
+        Vᵀ.
 
         Args:
             query_rows: of the call's tiles, or of a sequence of latent attention; by default as many as there may be.
         """
         if not self.query_rows[0] <= query_rows <= self.query_rows[1] or not holds(self.traits, query_rows):
             return False
-        if problem.operation == "fwd":
-            lengths = FORWARD_CLASS.get(lengths, lengths)
+        lengths = CLASSES.get(problem.operation, {}).get(lengths, lengths)
         if (
             problem.scores.mask not in self.masks
             or problem.operands.row_dtype not in self.dtypes

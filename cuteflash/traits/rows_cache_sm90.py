@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuteflash.traits.row import LONG, SHORT, Row, fwd_cache_sm90
+from cuteflash.traits.row import BRIEF, LONG, SHORT, TINY, Row, fwd_cache_sm90
 
 
 def _few(head_dim: int, tile_n: int, stored_stage: int, converting_warpgroups: int = 1, **more: Any) -> tuple[Row, Row]:
@@ -22,7 +22,7 @@ def _few(head_dim: int, tile_n: int, stored_stage: int, converting_warpgroups: i
 
 def _many(head_dim: int, tile_n: int, stored_stage: int, **more: Any) -> Row:
     """A row for many queries."""
-    return fwd_cache_sm90(head_dim, 128, tile_n, lengths=SHORT + LONG, stored_stage=stored_stage, **more)
+    return fwd_cache_sm90(head_dim, 128, tile_n, lengths=TINY + BRIEF + SHORT + LONG, stored_stage=stored_stage, **more)
 
 
 # A warpgroup for each half of the keys.

@@ -114,7 +114,7 @@ FWD = Spec(
     elements=lambda queries, keys, head_dim, head_dim_v: (queries + keys) * (head_dim + head_dim_v),
     candidates={"sm80": fwd_candidates_sm80, "sm90": fwd_candidates_sm90},
     streamed=("k",),
-    lengths="1x8192,512,1024,4096,16384",  # one of a decode step, two short and two long ones
+    lengths="1x8192,256,512,1024,4096,16384",  # one of a decode step, a brief one, two short and two long ones
 )
 FP8 = dataclasses.replace(
     FWD,

@@ -50,6 +50,8 @@ SWITCHES_SM90: dict[tuple[str, object], float] = {
     ("share_q_o", True): 1.02,
     ("fixed_max", True): 0.95,
 }
+# Of several resident blocks, whose loops have few steps: 64 keys, and as many blocks as registers allow, were best.
+FEW_KEYS, FEW_STEPS = 64, 0.1
 MOVING_FP8 = 1.1  # maxima that move, of 8-bit operands: the softmax takes the larger share of a step
 SWITCHES_SM80: dict[tuple[str, object], float] = {
     ("double_buffer", False): 1.1,
@@ -132,6 +134,8 @@ def _fwd_sm90(traits: FwdTraitsSm90, arch: ArchSpec) -> float:
         clocks *= 1.03 if traits.rescale_in_product != (traits.head_dim_v >= WIDE) else 1.0
     unpinned = traits.fixed_max and traits.head_dim_v < UNPINNED_BELOW
     clocks *= 1.05 if traits.exp_rows_before_wait != (0 if unpinned else 1) else 1.0
+    if _is_for_few_steps(traits):
+        clocks *= math.sqrt(max(1, traits.tile_n / FEW_KEYS)) / traits.blocks_per_sm**FEW_STEPS
     return clocks * _spill_factor(traits.accumulator_regs + SCRATCH_SM90, traits.mma_regs)
 
 

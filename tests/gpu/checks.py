@@ -78,6 +78,12 @@ class Case:
         q, k, v = of_kind(self.kind, q * self.logits, k, v, self.scale, self.place)
         return q.to(dtype), k.to(dtype), v.to(dtype)
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Keys that a query sees before its own and after it, -1 for all."""
+        left, right = self.window
+        return left, 0 if self.causal else right
+
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `flash_attn_func`, without `family`."""
         return {
@@ -93,8 +99,7 @@ class Case:
 
 def visible(seqlen_q: int, seqlen_k: int, case: Case, device: torch.device) -> Tensor:
     """bool (seqlen_q, seqlen_k), True where a query sees a key."""
-    left, right = case.window
-    right = 0 if case.causal else right
+    left, right = case.bounds
     position = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
     key = torch.arange(seqlen_k, device=device)[None, :]
     seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)

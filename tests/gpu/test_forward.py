@@ -10,7 +10,8 @@ import dataclasses
 import pytest
 import torch
 
-from tests.gpu.checks import Case, assert_right, call, check
+from cuteflash.arguments import FwdOptions
+from tests.gpu.checks import Case, assert_right, call, check, poisoned
 from tests.gpu.gradients import small
 
 pytestmark = pytest.mark.gpu
@@ -62,6 +63,20 @@ def test_value_head_dim_may_differ(pair: tuple[int, int], family: str, device: t
 def test_lengths(lengths: tuple[int, int], head_dim: int, mask: str, family: str, device: torch.device) -> None:
     case = dataclasses.replace(MASKS[mask], seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=head_dim)
     check(small(device, case), family, device)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("rows", ["tiny", "brief", "short", "long"])
+def test_rows_of_every_class_compute_all_lengths(
+    rows: str, head_dim: int, mask: str, family: str, device: torch.device
+) -> None:
+    for lengths in (*((n, n) for n in EDGES), (203, 113), (1, 1024), (517, 517)):
+        case = dataclasses.replace(MASKS[mask], seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=head_dim)
+        inputs = case.inputs(device)
+        with poisoned():
+            out = torch.ops.cuteflash.fwd(*inputs, *FwdOptions(None, *case.bounds, family=family, lengths=rows))
+        assert_right(inputs, case, out)
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)

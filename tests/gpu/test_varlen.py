@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from cuteflash.compile import compiler
 from cuteflash.dispatch import choose_shipped
 from cuteflash.problem import FwdProblem, Storage
 from cuteflash.traits.arch import arch_of_capability
+from cuteflash.traits.length_class import length_class_of
 from tests.gpu.checks import Case, poisoned
 from tests.gpu.gradients import small
 from tests.gpu.packed import DISTRIBUTIONS, Packed, around_tiles, uniform
@@ -130,7 +132,7 @@ def test_equal_lengths_give_what_a_dense_batch_gives(length: int, mask: str, fam
 
 
 def share_a_row(case: Case, family: str, device: torch.device) -> bool:
-    """Whether a dense batch and packed sequences run with the same traits."""
+    """Whether a dense batch and packed sequences run with the same traits, but for the resident blocks."""
     if device.type == "cpu":
         return True
     target = arch_of_capability(*torch.cuda.get_device_capability(device)).name
@@ -138,8 +140,10 @@ def share_a_row(case: Case, family: str, device: torch.device) -> bool:
     mask, _, _ = mask_of_window(left, 0 if case.causal else right, case.seqlen_q)
     dense = FwdProblem.dense("bf16", case.head_dim, case.head_dim, mask, lse=True)
     packed = dataclasses.replace(dense, storage=Storage("varlen", "varlen"))
-    rows = [choose_shipped(problem, target, family, "short").traits for problem in (dense, packed)]
-    return rows[0] == rows[1]
+    lengths = length_class_of(case.seqlen_q, case.seqlen_q)
+    rows: list[Any] = [choose_shipped(problem, target, family, lengths).traits for problem in (dense, packed)]
+    alone = [dataclasses.replace(traits, blocks_per_sm=1) for traits in rows]
+    return bool(alone[0] == alone[1])
 
 
 def test_many_tiny_sequences(family: str, device: torch.device) -> None:
