@@ -23,7 +23,7 @@ FIXED: dict[str, Any] = {"fixed_max": True, "repair_apart": True}
 AHEAD: dict[str, Any] = {**FIXED, "exp_rows_before_wait": 1}
 TWO_LEVEL: dict[str, Any] = {**FIXED, "two_level": True}
 TWO_LEVEL_AHEAD: dict[str, Any] = {**AHEAD, "two_level": True}
-# Masks cut many of the blocks: all that keep the maxima.
+# Blocks that a mask cuts keep the maxima, too.
 CUT: dict[str, Any] = {"masked_by_fixed_max": True}
 RESIDENT: dict[str, Any] = {**TWO_LEVEL, **CUT, "pingpong": False, "blocks_per_sm": 3}
 UP_TO_SHORT = TINY + BRIEF + SHORT
