@@ -17,7 +17,7 @@ from cuteflash.problem import DENSE, FwdProblem, MaskKind, Operands, Scores, Sto
 from cuteflash.reference.fp8 import dequantised, permuted_keys
 from cuteflash.reference.fp8_accumulator import modelled_attention
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
-from cuteflash.traits.length_class import length_class_of
+from cuteflash.traits.length_class import LengthClass, length_class_of
 from cuteflash.tune.fp8_accuracy import allowed_rms, kernel_model
 from tests.gpu.checks import Case, poisoned, reference, rms
 from tests.gpu.pairwise import every_pair
@@ -98,12 +98,18 @@ class Operands8:
         )
 
 
-def traits_of(case: Case, operands: Operands8, is_transposed: bool, storage: Storage = DENSE) -> Any:
-    """Those of the row that runs a call with the case's mask."""
+def traits_of(
+    case: Case,
+    operands: Operands8,
+    is_transposed: bool,
+    storage: Storage = DENSE,
+    lengths: LengthClass | None = None,
+) -> Any:
+    """Those of the row that runs a call with the case's mask; `lengths`: its class, by default the operands'."""
     made = Operands.of("e4m3", operands.q.shape[3], operands.v.shape[3])
     made = dataclasses.replace(made, transposed_v=is_transposed)
     mask: MaskKind = "causal" if case.causal else "full" if case.window == (-1, -1) else "window"
-    lengths = length_class_of(operands.q.shape[1], operands.k.shape[1])
+    lengths = lengths or length_class_of(operands.q.shape[1], operands.k.shape[1])
     return choose_shipped(FwdProblem(made, Scores(mask), storage, has_lse=True), "sm_90a", "sm90", lengths).traits
 
 
