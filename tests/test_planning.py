@@ -33,21 +33,21 @@ def test_a_new_shape_of_a_known_kind_asks_nothing_again(gpu: Gpu, monkeypatch: p
     def asked(*arguments: object) -> None:
         raise AssertionError("asked")
 
-    gpu.fwd(*qkv(s_q=140, s_k=150), *CAUSAL)
+    gpu.fwd(*qkv(s_q=120, s_k=150), *CAUSAL)
     for name in ("check_fwd", "current_target", "check_family", "choose", "compiled"):
         monkeypatch.setattr(planning, name, asked)
     monkeypatch.setattr(planning.torch.cuda, "get_device_properties", asked)
-    for shape in ({"s_q": 141, "s_k": 153}, {"batch": 3}, {"heads": 8, "kv_heads": 4}, {"s_q": 300, "s_k": 17}):
-        q, k, v = qkv(**({"s_q": 140, "s_k": 150} | shape))
+    for shape in ({"s_q": 121, "s_k": 153}, {"batch": 3}, {"heads": 8, "kv_heads": 4}, {"s_q": 300, "s_k": 17}):
+        q, k, v = qkv(**({"s_q": 120, "s_k": 150} | shape))
         o = gpu.fwd(q, k, v, *CAUSAL)
         tensors = FwdTensors(*gpu.launches[-1][1][:5])
         assert tensors.q is q and tensors.k is k and tensors.v is v and tensors.o is o
         assert o.shape == (*q.shape[:3], 24) and o.is_contiguous()
-    gpu.fwd(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(s_q=145, s_k=150)), *CAUSAL)
+    gpu.fwd(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(s_q=125, s_k=150)), *CAUSAL)
     with pytest.raises(AssertionError, match="asked"):
         gpu.fwd(*qkv(s_q=1, s_k=150), *CAUSAL)  # which sees every key: another kernel
     with pytest.raises(AssertionError, match="asked"):
-        gpu.fwd(*qkv(s_q=141, s_k=2000), *CAUSAL)  # a class of lengths with rows of its own
+        gpu.fwd(*qkv(s_q=121, s_k=2000), *CAUSAL)  # a class of lengths with rows of its own
 
 
 BAD = bad_tensors(empty)
