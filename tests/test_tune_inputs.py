@@ -7,17 +7,17 @@ import torch
 
 from cuteflash.problem import MASK_KINDS, FwdProblem, MaskKind
 from cuteflash.traits.candidates import SM90_TILE_N
-from cuteflash.traits.length_class import length_class_of
 from cuteflash.traits.row import TableKey
 from cuteflash.traits.tables import TABLES
+from cuteflash.tune.cells import Cell, parse_cell
 from cuteflash.tune.cuda_backend import gate_cells
 from cuteflash.tune.inputs import OUTLIERS, Kind, of_kind, parse_kind
 from cuteflash.tune.operations import SPECS
 from cuteflash.tune.plan import SINK
 
 SEQLEN = 400
-# The keys of the sequences that a sweep of the forward times if nobody says which.
-RACED = [int(text.rpartition("x")[2]) for text in SPECS["fwd"].lengths.split(",")]
+# Of the lengths that a sweep of the forward times if nobody says which.
+RACED = [parse_cell(f"64:{text}:full") for text in SPECS["fwd"].lengths.split(",")]
 
 
 def plain(
@@ -120,22 +120,21 @@ def test_the_gates_sinks_in_the_middle_lie_in_blocks_that_every_query_sees_whole
         assert sink <= min(cell.seqlen, first_own + right) - block
 
 
-@pytest.mark.parametrize("keys", [keys for keys in RACED if length_class_of(keys, keys) != "brief"])
-def test_sinks_of_races_lie_beyond_the_block_that_a_tile_begins_with(keys: int) -> None:
+@pytest.mark.parametrize("cell", [cell for cell in RACED if cell.lengths != "brief"], ids=lambda cell: cell.label)
+def test_sinks_of_races_lie_beyond_the_block_that_a_tile_begins_with(cell: Cell) -> None:
     assert SINK == "sink:12:middle"
-    assert keys // 2 >= max(SM90_TILE_N)
+    assert cell.seqlen // 2 >= max(SM90_TILE_N)
 
 
-@pytest.mark.parametrize("keys", RACED)
-def test_sinks_of_races_lie_beyond_the_block_that_a_tile_of_a_shipped_row_begins_with(keys: int) -> None:
+@pytest.mark.parametrize("cell", RACED, ids=lambda cell: cell.label)
+def test_sinks_of_races_lie_beyond_the_block_that_a_tile_of_a_shipped_row_begins_with(cell: Cell) -> None:
     """Of brief sequences, too, which the widest candidates take in one block or two."""
-    lengths = length_class_of(keys, keys)
     widths = [
         row.traits.tile_n
         for row in TABLES[TableKey("fwd", "sm_90a", "sm90")]
-        if lengths in row.lengths and getattr(row.traits, "fixed_max", False)
+        if cell.lengths in row.lengths and getattr(row.traits, "fixed_max", False)
     ]
-    assert widths and keys // 2 >= max(widths)
+    assert widths and cell.seqlen // 2 >= max(widths)
 
 
 def test_a_sink_knows_the_scale() -> None:

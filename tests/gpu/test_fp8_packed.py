@@ -116,15 +116,12 @@ class Packed8:
     def packed_alone(self, operands: Operands8, is_transposed: bool, **options: Any) -> tuple[Tensor, Tensor]:
         """O and LSE of one sequence as the only one of a packed call that has rows.
 
-        Others without rows, and rows after their end, give the call the mean lengths of this batch, and so its kernel.
+        The call has as many sequences and rows as this batch, and so its kernel.
         """
-        s_q, s_k = operands.q.shape[1], operands.k.shape[1]
-        mean_q, mean_k = (max(1, -(-len(x) // len(self.packed.keys))) for x in (self.q, self.k))
-        batch = max(-(-s_q // mean_q), -(-s_k // mean_k), 1)
-        rest_q, rest_k = batch * mean_q - s_q, batch * mean_k - s_k
-        none = (0,) * (batch - 1)
+        s_q, s_k, batch = operands.q.shape[1], operands.k.shape[1], len(self.packed.keys)
+        rest_q, rest_k, none = len(self.q) - s_q, len(self.k) - s_k, (0,) * (batch - 1)
         q, k, v = (
-            torch.cat([x[0].float(), x.new_full((rest, *x.shape[2:]), float("nan"), dtype=torch.float32)]).to(x.dtype)
+            torch.nn.functional.pad(x[0].float(), (0, 0, 0, 0, 0, rest), value=float("nan")).to(x.dtype)
             for x, rest in ((operands.q, rest_q), (operands.k, rest_k), (operands.v, rest_k))
         )
         packed = Packed((s_q, *none), (s_k, *none), self.case, rest_q=rest_q, rest_k=rest_k)
