@@ -19,6 +19,7 @@ import os
 import pathlib
 import sqlite3
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
@@ -31,6 +32,7 @@ STAGES: tuple[str, ...] = get_args(Stage)
 SCHEMA_VERSION = 3
 APPLICATION_ID = 0x63666C73  # "cfls" in the file's header: a sweep's database and no other
 BUSY_SECONDS = 30.0  # how long a writer waits for another one
+BUSY_STEP = 0.01  # between its looks, where SQLite does not wait by itself
 
 SCHEMA = (
     """CREATE TABLE candidates (
@@ -273,9 +275,20 @@ class Store:
                         f"{self.path}: schema version {version}, this cuteflash reads version {SCHEMA_VERSION}; export "
                         "it with the cuteflash that wrote it (`sweep export --json`), or start anew with another --db"
                     )
-            # If the file system cannot share memory, SQLite keeps its rollback journal, which is as safe and slower.
-            if self._connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+            self._use_wal()
+
+    def _use_wal(self) -> None:
+        """Keep a write-ahead log; if the file system cannot share memory, SQLite keeps its rollback journal instead,
+        which is as safe and slower. For this SQLite does not wait while another process has the file in use."""
+        end = time.monotonic() + BUSY_SECONDS
+        while self._connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+            try:
                 self._connection.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                    raise
+                time.sleep(BUSY_STEP)
 
     def _write(self, statement: str, rows: Iterable[Iterable[Any]]) -> None:
         try:
