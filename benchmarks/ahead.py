@@ -13,9 +13,10 @@ from cuteflash.compile import build
 from cuteflash.dispatch import choose, kernel_class
 from cuteflash.mla_problem import AnyProblem
 from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores
+from cuteflash.traits.length_class import length_class_of
 from cuteflash.tune.cells import Cell
 
-from .names import FP8_VT, OURS, base_of, is_deterministic, is_fp8
+from .names import FP8_VT, OURS, UNNAMED, base_of, family_of, is_deterministic, is_fp8
 
 Kernel = tuple[Any, AnyProblem]  # traits and what they are compiled for
 
@@ -45,11 +46,12 @@ def kernels_with_gradients(cells: Iterable[Cell], names: Sequence[str], target: 
     """What forward and backward of cells run, by the tables; without those that no row serves, which fail when run."""
     for cell in cells:
         operands = cell.dtype, cell.head_dim, cell.head_dim_v, cell.mask
-        for name in (name for name in names if base_of(name) in OURS):
+        for name in (name for name in names if base_of(name) in (UNNAMED, *OURS)):
             backward = BwdProblem.dense(*operands, deterministic=is_deterministic(name))
             for problem in (FwdProblem.dense(*operands, lse=True), backward):
                 with contextlib.suppress(NotImplementedError):
-                    yield choose(problem, target, base_of(name), cell.lengths).traits, problem
+                    lengths = length_class_of(cell.seqlen_q, cell.seqlen, problem.operation)
+                    yield choose(problem, target, family_of(name), lengths).traits, problem
 
 
 def fp8_kernels(cells: Iterable[Cell], names: Sequence[str], target: str) -> Iterator[Kernel]:

@@ -3,6 +3,7 @@
     python -m benchmarks.backward --help         # the options; `cuteflash bench --backward` is the same command
     python -m benchmarks.backward --json PATH    # the published grid
     python -m benchmarks.backward --set more     # head dims between those of the grid
+    python -m benchmarks.backward --set brief    # many short sequences
 
 All implementations run through torch's autograd: what it adds on the device is nothing, and what it adds on the host is
 not charged to a kernel (see `cuteflash.tune.timing`). Every gradient of each cell is checked before it is timed. A
@@ -31,7 +32,7 @@ from . import contest, device, memory, running
 from .ahead import compile_all, kernels_with_gradients
 from .implementations import backward_runner, target_of, training_runner
 from .judges import GradientJudge, TrainingJudge
-from .names import is_deterministic
+from .names import UNNAMED, is_deterministic
 from .running import Choice, Plan, Result
 
 QUICK_SEQLENS = (1024, 8192)
@@ -41,11 +42,13 @@ TRAINING_ROUNDS = 5  # at most, of forward + backward, whose two parts are measu
 HOST_CALLS = 100  # launches of that many fit into the launch queue
 
 # References last.
-ALLOWED = ("sm90", "sm80", "sm90-det", "sm80-det", "fa4", "fa4-det", "cudnn", "fa2")
-NAMES = tuple(name for name in ALLOWED if name != "fa4-det")  # it compiles its kernels in each process, for a minute
+ALLOWED = (UNNAMED, "sm90", "sm80", "sm90-det", "sm80-det", "fa4", "fa4-det", "cudnn", "fa2")
+# flash-attn-4 compiles its deterministic kernels in each process, for a minute.
+NAMES = tuple(name for name in ALLOWED if name not in (UNNAMED, "fa4-det"))
 SETS = {
     "grid": Choice(names=NAMES),  # the published one
     "more": Choice(head_dims=(96, 192), seqlens=(1024, 8192), names=NAMES),
+    "brief": Choice((32, 64, 128), seqlens=(16, 64, 128, 256), names=(UNNAMED, "sm90", "sm80", "fa4", "cudnn", "fa2")),
 }
 
 

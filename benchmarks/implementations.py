@@ -21,7 +21,7 @@ from cuteflash.tune.variants import Variant
 
 from . import cudnn_fp8
 from .contest import Maker
-from .names import OURS, UNNAMED, base_of, is_deterministic, is_fp8
+from .names import OURS, UNNAMED, base_of, family_of, is_deterministic, is_fp8
 
 NAMES = OURS + PEERS
 
@@ -47,14 +47,14 @@ def attention(name: str, cell: Cell) -> Attention:
     base = base_of(name)
     if base == "materialised":
         return Attention(functools.partial(materialised, causal=cell.mask == "causal"), heads_first=True)
-    if base not in OURS:
+    if base not in (UNNAMED, *OURS):
         return peer_attention(base, cell, is_deterministic(name))
     options: dict[str, Any] = (
         {"window_size": cell.window} if cell.mask == "window" else {"causal": cell.mask == "causal"}
     )
     if is_deterministic(name):
         options["deterministic"] = True
-    return Attention(functools.partial(cuteflash.flash_attn_func, family=base, **options))
+    return Attention(functools.partial(cuteflash.flash_attn_func, family=family_of(name), **options))
 
 
 def materialised(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

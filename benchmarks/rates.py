@@ -15,6 +15,7 @@ Result = dict[str, Any]
 # label → (ours, the peers of which the fastest counts)
 RATIOS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ours/FA4": (UNNAMED, ("fa4",)),
+    "ours/best": (UNNAMED, ("fa4", "cudnn", "fa2")),
     "sm90/FA4": ("sm90", ("fa4",)),
     "sm90/cuDNN": ("sm90", ("cudnn",)),
     "sm90/best": ("sm90", ("fa4", "cudnn")),

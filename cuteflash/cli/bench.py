@@ -29,8 +29,8 @@ Set = Annotated[
         "--set",
         help="What to measure; the other options change it. grid: the published cells (D64 to D256, full and causal, "
         "512 to 16384, bf16). real, of the forward: inputs like language models' (D64 and D128, causal, 8192, bf16 and "
-        "fp16). brief, of the forward: many short sequences (D32 to D128, 64 to 256). fp8, of the forward: 8-bit "
-        "operands beside bf16 (from 1024). more, of the backward: D96 and D192.",
+        "fp16). brief: many short sequences (D32 to D128, 64 to 256; of the backward from 16 on). fp8, of the "
+        "forward: 8-bit operands beside bf16 (from 1024). more, of the backward: D96 and D192.",
     ),
 ]
 HeadDim = Annotated[str | None, typer.Option(help="Comma-separated columns of Q, K and V.")]
