@@ -12,6 +12,10 @@ from .read import Frame, global_tile
 from .scene import Step, Tile
 
 TILE = "once a tile"
+LONE = (
+    "The only block of a sequence whose keys are one tile rounds dQ instead and stores it, if all of its queries see a "
+    "key."
+)
 
 
 def global_tiles(frame: Frame, problem: BwdProblem) -> tuple[Tile, ...]:
@@ -39,7 +43,7 @@ def make_example_tma(kernel: Any) -> Any:
 
     operands, dtype = kernel.problem.operands, kernel.dtype
     wide, narrow = (example_tensor(dtype, head_dim) for head_dim in (operands.head_dim, operands.head_dim_v))
-    by_name = {"q": wide, "k": wide, "dk": wide, "v": narrow, "do": narrow, "dv": narrow}
+    by_name = {"q": wide, "k": wide, "dq": wide, "dk": wide, "v": narrow, "do": narrow, "dv": narrow}
     return make_tma(kernel, BwdTensors(**{name: by_name.get(name) for name in BwdTensors._fields}))
 
 

@@ -11,7 +11,7 @@ from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
 from .algebra import Layout, composition, concatenate
 from .ampere import ALL, WARPS, AmpereSteps
 from .gradient_steps import STEP, GradientSteps
-from .key_tiles import global_tiles
+from .key_tiles import LONE, global_tiles
 from .read import Frame, Operand, Placed, fragment_order, shared_tile, smem_start
 from .scene import Axis, Fragment, Role, Step, Tile, Touch
 
@@ -91,6 +91,9 @@ class ReaderBwdSm80:
         scores = [self._scores("dS", plan["ds"].start, self.smem.sdS)]
         if self.smem.sP is not None:
             scores.insert(0, self._scores("P", plan["p"].start, self.smem.sP))
+        if self.smem.sO is not None:
+            note = "Of lone tiles: the threads that copy a row of O and dO sum up its delta."
+            scores.append(self._shared("O", "o", self.smem.sO, note))
         return (
             *global_tiles(self.frame, self.problem),
             self._sum_of_dq(),
@@ -249,9 +252,7 @@ class ReaderBwdSm80:
         if self.problem.is_deterministic:
             note += " Key blocks take turns at a tile, so that the sum has the same bits every time."
         if self.traits.lone_tiles:
-            note += (
-                " If the sequence is one tile of queries and one of keys, dQ is rounded and stored instead, as dK is."
-            )
+            note += f" {LONE}"
         return Step(
             "add_dq",
             "dQ: added to the sum in global memory",

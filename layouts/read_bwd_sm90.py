@@ -13,7 +13,7 @@ from cuteflash.traits.sm90 import WARPGROUP, WGMMA_M
 from .algebra import Layout, composition, concatenate
 from .gradient_steps import STEP, GradientSteps
 from .hopper import WARPGROUPS, Factor, HopperSteps, Transfer, When
-from .key_tiles import TILE, global_tiles, load_steps, make_example_tma
+from .key_tiles import LONE, TILE, global_tiles, load_steps, make_example_tma
 from .read import Frame, Placed, fragment_order, shared_tile, smem_start
 from .scene import Axis, Fragment, Role, Step, Tile, Touch
 
@@ -120,7 +120,7 @@ class ReaderBwdSm90:
         shape = self.frame.shape("dQ")
         layout = fragment_order(tv, shape, WARPGROUP, CHUNK)
         if staged:
-            layout = concatenate(*layout.modes(), Layout(self.traits.mma_warpgroups, rows * cols))
+            layout = concatenate(*layout.modes(), Layout(self.traits.dq_stages, rows * cols))
         note = "fp32, in the order of the threads' registers: each stores 16 bytes beside its neighbour's."
         if space == "global":
             note = f"The sum over all key blocks: {note} A kernel after this one rounds it to dQ."
@@ -131,7 +131,7 @@ class ReaderBwdSm90:
             shape,
             layout,
             base=base,
-            stages=self.traits.mma_warpgroups if staged else 1,
+            stages=self.traits.dq_stages if staged else 1,
             note=note,
             element_bytes=FP32,
         )
@@ -267,6 +267,14 @@ class ReaderBwdSm90:
         if self.problem.is_deterministic:
             note += (
                 " Key blocks take turns at a tile, in ascending order, so that the sum has the same bits every time."
+            )
+        if self.traits.lone_tiles:
+            note += f" {LONE}"
+        if self.traits.held_dq:
+            where = "stays in shared memory" if self.traits.is_dq_apart else "goes to memory and back"
+            note += (
+                " Of a dense batch a block has all keys of a head, if they are few, and nobody else adds: between key "
+                f"tiles the sum {where}, and the last one stores it, rounded."
             )
         return Step(
             "add_dq",

@@ -14,8 +14,6 @@ from cuteflash.problem_names import problem_id
 
 # Bytes a thread that are stored, at most, by `kernel_id`.
 SPILLS: dict[str, int] = {
-    "FlashBwdSm80 sm_90a bf16 40x72 window softcap": 16,
-    "FlashBwdSm80 sm_90a bf16 64x64 window": 4,
     "FlashBwdSm80 sm_90a bf16 128x128 full": 16,
     "FlashBwdSm80 sm_90a bf16 128x128 full dlse": 16,
     "FlashBwdSm80 sm_90a bf16 128x128 full sink bf16 sink dlse": 16,
@@ -25,6 +23,9 @@ SPILLS: dict[str, int] = {
     "FlashBwdSm80 sm_90a bf16 256x256 causal softcap": 16,
     "FlashBwdSm80 sm_90a bf16 256x256 window softcap": 28,
     "FlashBwdSm80 sm_90a fp16 256x256 full deterministic": 92,
+    "FlashBwdSm80 sm_90a fp16 256x256 window dlse": 4,
+    "FlashBwdSm80 sm_90a bf16 256x256 causal varlen dlse": 12,
+    "FlashBwdSm80 sm_90a fp16 256x256 causal varlen dlse": 12,
     "FlashFwdSm80 sm_90a bf16 40x72 causal": 8,
     "FlashFwdSm80 sm_90a bf16 40x72 causal lse": 44,
     "FlashFwdSm80 sm_90a fp16 24x24 full": 20,

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import re
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
-from cuteflash.core.lengths import Sequence
+from cuteflash.core.bwd_launch import LONE_HEADS
+from cuteflash.core.lengths import Lengths, Sequence
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.tile import is_lone
 from cuteflash.core.turns import turn_of
 from cuteflash.core.workspace import PARTS, Workspace
 from cuteflash.dispatch import choose_shipped
-from cuteflash.problem import DTYPES, MASK_KINDS, BwdProblem
+from cuteflash.problem import DTYPES, MASK_KINDS, BwdProblem, MaskKind
 from cuteflash.traits.arch import ARCHS, get_arch
 from cuteflash.traits.bwd_sm80 import TURN_REGS, TURN_STEPS, WARPGROUP, BwdTraitsSm80
 from cuteflash.traits.bwd_two_pass_sm90 import BwdTwoPassTraitsSm90
@@ -26,13 +25,14 @@ from cuteflash.traits.row import ROW_HEAD_DIMS
 
 pytest.importorskip("cutlass")
 
+import cutlass
+
 from cuteflash.kernels.common.bwd_prepare import THREADS, lanes_of_row
 from cuteflash.kernels.common.workspace import WorkspaceTensors, WorkspaceTiles
 from cuteflash.kernels.sm80.bwd import FlashBwdSm80
 from cuteflash.kernels.sm80.bwd_barriers import NamedBarrier, threads_of
 from cuteflash.kernels.sm80.bwd_turns import batch_of, last_batch, starts_batch
 from tests.cross_compile import KernelStore
-from tests.test_schedule import untraced
 
 ROW = BwdTraitsSm80(64, 128, 64, 64, dq_warps=4)  # shipped for sm_80, so that it is compiled anyway
 HARDEST = BwdProblem.dense("bf16", 64, 64, "window", softcap=True, deterministic=True)
@@ -112,26 +112,6 @@ def test_only_deterministic_calls_have_warps_for_the_turns() -> None:
     assert (between.turn_threads, between.turns_between) == (0, True)
 
 
-@pytest.mark.parametrize(("deterministic", "barrier"), [(True, (NamedBarrier.MMA, 256)), (False, "all")])
-def test_only_the_warps_that_compute_store_a_lone_tile(
-    deterministic: bool, barrier: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    traits = dataclasses.replace(TURNS_APART, lone_tiles=True)
-    kernel = FlashBwdSm80(traits, BwdProblem.dense("bf16", 64, 64, deterministic=deterministic))
-    barriers: list[Any] = []
-    products = untraced("cuteflash.kernels.sm80.bwd_products")
-    arch = products.cute.arch
-    monkeypatch.setattr(
-        arch, "barrier", lambda barrier_id, number_of_threads: barriers.append((barrier_id, number_of_threads))
-    )
-    monkeypatch.setattr(arch, "sync_threads", lambda: barriers.append("all"))
-    for name in ("stage_rows", "store_rows"):
-        monkeypatch.setattr(products, name, lambda *arguments: None)
-    store_dq: Any = inspect.unwrap(products.store_dq)
-    store_dq(kernel, MagicMock(), MagicMock(), MagicMock(), (0, 0))
-    assert barriers == [barrier, barrier]
-
-
 @pytest.mark.parametrize("turn_steps", TURN_STEPS)
 def test_batches_await_each_turn_before_the_additions_and_pass_it_on_after_them(turn_steps: int) -> None:
     kernel: Any = SimpleNamespace(traits=SimpleNamespace(turn_steps=turn_steps))
@@ -188,13 +168,15 @@ def test_the_key_blocks_of_a_query_tile_take_turns_without_a_gap(mask: str) -> N
 
 
 @pytest.mark.parametrize("mask", MASK_KINDS)
-def test_the_only_block_of_a_lone_sequence_visits_its_queries(mask: str) -> None:
+def test_the_only_block_of_a_lone_tile_visits_all_queries(mask: MaskKind) -> None:
     windows = itertools.product((0, 1, 9), (0, 2, 9)) if mask == "window" else [(0, 0)]
-    for seqlen_q, seqlen_k, (left, right) in itertools.product(range(1, 7), range(7), windows):
-        found = visits(IntervalMask(mask, seqlen_q, seqlen_k, left, right), 5, 4)
-        assert is_lone(seqlen_q, seqlen_k, 5, 4) == (seqlen_q < 6 and 0 < seqlen_k < 5)
-        if is_lone(seqlen_q, seqlen_k, 5, 4):
-            assert found == {0: [0]}
+    chunks = (None, 1, 3) if mask == "window" else (None,)
+    for seqlen_q, seqlen_k, (left, right), chunk in itertools.product(range(1, 9), range(7), windows, chunks):
+        lone = is_lone(seqlen_q, seqlen_k, mask, 4)
+        assert lone == (0 < seqlen_k < 5 and (mask == "full" or seqlen_q <= seqlen_k))
+        if lone:
+            interval = IntervalMask(mask, seqlen_q, seqlen_k, left, right, chunk)
+            assert interval.m_blocks(0, seqlen_k - 1, 3) == (0, -(-seqlen_q // 3))
 
 
 def test_a_warpgroup_for_turns_leaves_its_registers_to_the_others() -> None:
@@ -210,6 +192,7 @@ def test_a_warpgroup_for_turns_leaves_its_registers_to_the_others() -> None:
         ({"num_warps": 4, "s_warps": 2, "dkv_warps": 2, "dq_warps": 2}, "leaves no registers to 4 warps"),
         ({"num_warps": 2, "s_warps": 2, "dkv_warps": 2, "dq_warps": 2}, "a multiple of 4; the target is sm_90a"),
         ({"turn_steps": 4}, "turn_steps 4 is not 1, but turn_warpgroup"),
+        ({"lone_tiles": True}, "lone_tiles with turn_warpgroup"),
         ({"turn_warpgroup": False, "idle_warpgroup": True}, "idle_warpgroup needs turn_warpgroup"),
     ],
 )
@@ -277,18 +260,62 @@ def test_tiles_of_all_heads_are_numbered_head_by_head() -> None:
     assert first == [0, 3, 6, 9]
 
 
+def tiles_of(
+    order: Any, heads: int, at_once: int, lengths: Any, is_packed: bool, lone_tiles: bool, mask: MaskKind
+) -> WorkspaceTiles:
+    """Of 32 rows, for a kernel that skips those whose dQ is no sum."""
+    return WorkspaceTiles(
+        order=order,
+        heads=heads,  # type: ignore[arg-type]
+        heads_per_kv=1,  # type: ignore[arg-type]
+        heads_at_once=at_once,
+        lengths=lengths,
+        is_packed=is_packed,
+        skips_lone=lone_tiles,
+        lone_tiles=lone_tiles,
+        held_dq=0,
+        mask=mask,
+        tile_m=32,
+        tile_n=32,
+    )
+
+
 @pytest.mark.parametrize("lone_tiles", [False, True])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_dq_is_summed_up_in_memory_unless_its_only_block_stores_it(is_packed: bool, lone_tiles: bool) -> None:
     for seqlen_q, seqlen_k, m_block in itertools.product((1, 32, 33, 64), (0, 1, 32, 33), (0, 1)):
         order: Any = SimpleNamespace(tile=lambda index: (index, 0, 0))
         lengths: Any = SimpleNamespace(sequence=lambda n, q=seqlen_q, k=seqlen_k: Sequence(0, q, 0, k))
-        tiles = WorkspaceTiles(order, lengths, is_packed, lone_tiles, 32, 32)  # type: ignore[arg-type]
+        tiles = tiles_of(order, 1, 1, lengths, is_packed, lone_tiles, "causal")
         exists = 32 * m_block < seqlen_q
         if exists or is_packed:  # of a dense batch no tile is asked for that does not exist
             place = tiles.place(m_block)  # type: ignore[arg-type]
             assert place.exists == exists
-            assert place.has_sum == (exists and not (lone_tiles and is_lone(seqlen_q, seqlen_k, 32, 32)))
+            assert place.has_sum == (exists and not (lone_tiles and is_lone(seqlen_q, seqlen_k, "causal", 32)))
+
+
+@pytest.mark.parametrize(
+    ("lone_tiles", "seqlen_k", "blocks"), [(True, 32, 1), (True, 33, 7), (True, 0, 7), (False, 9, 7)]
+)
+def test_a_dense_batch_of_lone_tiles_has_no_sums_to_look_for(
+    lone_tiles: bool, seqlen_k: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cutlass, "select_", lambda condition, a, b: a if condition else b)
+    order: Any = SimpleNamespace(size=lambda: 7)
+    tiles = tiles_of(order, 1, 1, Lengths(5, seqlen_k), False, lone_tiles, "full")
+    assert tiles.blocks() == blocks
+
+
+@pytest.mark.parametrize("heads", [1, 7, 8, 9, 24])
+def test_blocks_take_each_head_of_a_tile_once(heads: int) -> None:
+    taken = []
+    for group in range(-(-heads // LONE_HEADS)):
+        order: Any = SimpleNamespace(tile=lambda index, group=group: (0, group, 0))
+        lengths: Any = SimpleNamespace(sequence=lambda n: Sequence(0, 1, 0, 64))
+        tiles = tiles_of(order, heads, LONE_HEADS, lengths, True, True, "full")
+        first = tiles.place(0).head  # type: ignore[arg-type]
+        taken += list(range(first, min(first + LONE_HEADS, heads)))
+    assert taken == list(range(heads))
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))

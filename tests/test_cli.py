@@ -128,10 +128,13 @@ def test_info_of_another_family_and_value_head_dim() -> None:
         (("info", "--arch", "sm_75"), "arch is 'sm_75'; allowed: sm_80, sm_86, sm_89, sm_90a, sm_120"),
         (("info", "--dtype", "fp32"), "dtype is 'fp32'; allowed: fp16, bf16"),
         (("info", "--mask", "alibi"), "mask is 'alibi'; allowed: full, causal, window"),
-        (("info", "--lengths", "middling"), "lengths is 'middling'; allowed: decode, tiny, brief, short, medium, long"),
+        (
+            ("info", "--lengths", "middling"),
+            "lengths is 'middling'; allowed: decode, tiny, small, brief, short, medium, long",
+        ),
         (
             ("compile", "--head-dim", "64", "--arch", "sm_80", "--lengths", "1"),
-            "lengths is '1'; allowed: decode, tiny, brief, short",
+            "lengths is '1'; allowed: decode, tiny, small, brief, short",
         ),
         (("info", "--family", "sm100"), "family is 'sm100'; allowed: sm80, sm90"),
         (("info", "--causal", "--mask", "full"), "mask and causal are both given"),
@@ -212,9 +215,9 @@ def test_a_row_of_its_own_for_some_lengths_is_a_kernel_of_its_own(own_tables: Ow
     tasks = table_tasks(selected(targets=["sm_80"], head_dims=[(128, 128)], masks=["causal"], dtypes=["bf16"]))
     assert [(task.traits == traits, task.lengths) for task in tasks] == [
         (True, ("decode", "short")),
-        (False, ("tiny", "brief", "medium", "long")),
+        (False, ("tiny", "small", "brief", "medium", "long")),
     ]
-    assert [task.cells()[-1] for task in tasks] == ["decode, short", "tiny, brief, medium, long"]
+    assert [task.cells()[-1] for task in tasks] == ["decode, short", "tiny, small, brief, medium, long"]
     assert Task("sm_80", "sm80", PROBLEM, traits).cells()[-1] == "all"
     selection = selected(targets=["sm_80"], head_dims=[(128, 128)], families=[None], masks=["causal"], lengths=["long"])
     assert {task.lengths for task in grid_tasks(selection)} == {("long",)}
@@ -226,7 +229,7 @@ def test_info_says_which_table_and_row_each_length_class_comes_from(own_tables: 
     arguments = ("info", "--arch", "sm_80", "--head-dim", "128", "--mask", "causal")
     result = json.loads(call(*arguments, "--json").stdout)
     own, shipped = result["choices"]
-    assert own["lengths"] == ["decode"] and shipped["lengths"] == ["tiny", "brief", "short", "medium", "long"]
+    assert own["lengths"] == ["decode"] and shipped["lengths"] == [name for name in LENGTH_CLASSES if name != "decode"]
     assert own["source"] == (
         f"user's table {path}, row of head dims 128x128 (causal; decode), measured on Card, 2026-01-31, 123 TFLOP/s"
     )

@@ -35,18 +35,18 @@ def test_the_targets_best_family_is_the_default() -> None:
 def test_the_best_family_of_a_backward_depends_on_the_lengths() -> None:
     problem = BwdProblem.dense("bf16", 64, 64)
     families = {lengths: choose(problem, "sm_90a", None, lengths).family for lengths in LENGTH_CLASSES}
-    assert families == {lengths: "sm80" if lengths == "tiny" else "sm90" for lengths in LENGTH_CLASSES}
+    assert families == {lengths: "sm80" if lengths in ("tiny", "small") else "sm90" for lengths in LENGTH_CLASSES}
     assert choose(problem, "sm_90a", "sm90", "tiny").family == "sm90"  # one that is named stays
     forward = FwdProblem.dense("bf16", 64, 64)
     assert {choose(forward, "sm_90a", None, lengths).family for lengths in LENGTH_CLASSES} == {"sm90"}
 
 
 @pytest.mark.parametrize("head_dim", ROW_HEAD_DIMS)
-def test_rows_for_tiny_sequences_run_them_all_and_nothing_else(head_dim: int) -> None:
+def test_rows_for_tiny_and_small_sequences_run_them_all_and_nothing_else(head_dim: int) -> None:
     for mask, dtype, extras in itertools.product(MASK_KINDS, DTYPES, ([], ["softcap", "varlen", "deterministic"])):
         problem = BwdProblem.dense(dtype, head_dim, head_dim, mask).asking(extras)
         rows = {lengths: choose_shipped(problem, "sm_90a", "sm80", lengths).row for lengths in LENGTH_CLASSES}
-        assert rows.pop("tiny").lengths == ("tiny",)
+        assert rows.pop("tiny").lengths == ("tiny",) and rows.pop("small").lengths == ("small",)
         assert all(row.lengths == LENGTH_CLASSES for row in rows.values())
 
 
@@ -99,6 +99,7 @@ def test_a_row_serves_the_length_classes_it_names(monkeypatch: pytest.MonkeyPatc
     assert {lengths: choice.traits for lengths, choice in chosen.items()} == {
         "decode": SPECIAL,
         "tiny": GENERAL,
+        "small": GENERAL,  # a forward's row for tiny ones
         "brief": GENERAL,
         "short": SPECIAL,
         "medium": GENERAL,  # a forward's row for long ones
@@ -179,7 +180,9 @@ def test_unknown_target_and_family() -> None:
     problem = FwdProblem.dense("bf16", 64, 64)
     with pytest.raises(ValueError, match="arch is 'sm_90'; allowed: sm_80"):
         choose(problem, "sm_90")
-    with pytest.raises(ValueError, match="lengths is 'middling'; allowed: decode, tiny, brief, short, medium, long"):
+    with pytest.raises(
+        ValueError, match="lengths is 'middling'; allowed: decode, tiny, small, brief, short, medium, long"
+    ):
         choose(problem, "sm_90a", None, "middling")
     with pytest.raises(ValueError, match="family is 'sm100'; allowed: sm80, sm90"):
         choose(problem, "sm_90a", "sm100")

@@ -11,7 +11,8 @@ import pytest
 
 from cuteflash.arguments import BwdScalars, PackedTensors
 from cuteflash.core import schedule
-from cuteflash.core.launch import key_order
+from cuteflash.core.bwd_launch import LONE_HEADS, LONE_ROUNDS, key_order, lone_heads
+from cuteflash.core.tile_numbers import count_tiles
 from cuteflash.problem import BwdProblem, MaskKind, Storage
 
 NUM_SMS = 132
@@ -32,19 +33,20 @@ def order_of(
     heads: tuple[int, int] = (32, 32),
     mask: MaskKind = "causal",
     is_deterministic: bool = False,
+    heads_at_once: int | None = None,
     **traits_of: Any,
 ) -> Any:
     """The order for `batch` sequences of one length."""
     dense = BwdProblem.dense("bf16", HEAD_DIM, HEAD_DIM, mask, deterministic=is_deterministic)
     traits = SimpleNamespace(family="sm90", head_dim=HEAD_DIM, tile_n=128, turns_at_once=0)
-    vars(traits).update(persistent=False, lone_tiles=False, first_stores=True)
+    vars(traits).update(persistent=False, lone_blocks=False, held_dq=0, first_stores=True)
     vars(traits).update(traits_of)
     kernel = SimpleNamespace(traits=traits, problem=dataclasses.replace(dense, storage=storage))
     entries = (batch, seqlen) if storage.k == "dense" else (1, batch * seqlen)
     q, k = (tensor(*entries, count, HEAD_DIM) for count in heads)
     cu = None if storage.k == "dense" else tensor(batch + 1)
     tensors: Any = SimpleNamespace(q=q, k=k)
-    return key_order(kernel, tensors, PackedTensors(cu, cu), SCALARS)
+    return key_order(kernel, tensors, PackedTensors(cu, cu), SCALARS, heads_at_once)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,25 @@ def test_fewer_heads_run_together_if_long_sequences_add_to_all_of_their_dq() -> 
     assert order_of(PACKED, 64, ROWS_IN_L2 // 48, mask="full").group == 4
     assert order_of(PACKED, 64, ROWS_IN_L2 // 48).group == 12
     assert order_of(PACKED, 64, ROWS_IN_L2 // 48, mask="full", first_stores=False).group == 12  # no sums in memory
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "at_once"),
+    [(4096, 32, LONE_HEADS), (4096, 3, 3 * 6145 // (4 * NUM_SMS) // LONE_ROUNDS), (64, 12, 1)],
+)
+def test_a_block_takes_several_heads_of_a_tiny_packed_sequence_if_enough_blocks_are_left(
+    batch: int, heads: int, at_once: int
+) -> None:
+    traits = SimpleNamespace(lone_blocks=True, tile_n=32, blocks_per_sm=4)
+    kernel: Any = SimpleNamespace(traits=traits, problem=SimpleNamespace(storage=PACKED))
+    tensors: Any = SimpleNamespace(k=tensor(1, batch * 16, heads, HEAD_DIM))
+    cu = tensor(batch + 1)
+    assert lone_heads(kernel, tensors, PackedTensors(cu, cu), SCALARS) == at_once
+
+
+def test_heads_that_one_block_takes_have_one_tile() -> None:
+    order = order_of(PACKED, 4096, 16, lone_blocks=True, heads_at_once=8)
+    assert order.heads == 4 and order.size() == 4 * count_tiles(65536, 4096, 128)
 
 
 @pytest.mark.parametrize("storage", [PACKED, Storage("dense", "dense")], ids=["packed", "dense"])

@@ -527,7 +527,8 @@ LONGEST: dict[str, tuple[Any, str]] = {
     "half known": ((7, None), "brief"),
     "tensors": ((int32(7), int32(7)), "brief"),
     "tiny": ((7, np.int64(32)), "tiny"),
-    "brief": ((40, 7), "brief"),
+    "small": ((40, 7), "small"),
+    "brief": ((65, 7), "brief"),
     "medium": ((1 << 20, 7), "medium"),
     "long": ((1 << 22, 7), "long"),  # most work is in the long ones
 }

@@ -10,7 +10,7 @@ pytest.importorskip("cutlass")
 
 from cuteflash.compile import Resources
 from cuteflash.dispatch import choose_shipped, kernel_class
-from cuteflash.problem import BwdProblem, FwdProblem, MaskKind, Operands, Problem, Scores, Storage
+from cuteflash.problem import BwdProblem, Dtype, FwdProblem, MaskKind, Operands, Problem, Scores, Storage
 from cuteflash.traits.length_class import LengthClass
 from tests import spills
 from tests.cross_compile import KernelStore
@@ -37,6 +37,11 @@ def split(mask: MaskKind, packed_heads: int) -> FwdProblem:
     return FwdProblem(Operands.of("fp16", 256, 256, packed_heads), Scores(mask), has_lse=True, is_split=True)
 
 
+def packed(dtype: Dtype, head_dim: int) -> BwdProblem:
+    """A causal backward of packed sequences, with a gradient of the log-sum-exp."""
+    return dataclasses.replace(bwd(dtype, head_dim, head_dim, "causal", dlse=True), storage=VARLEN)
+
+
 def paged(storage: Storage, packed_heads: int) -> FwdProblem:
     """A causal forward on a cache."""
     return FwdProblem(Operands.of("bf16", 64, 64, packed_heads), Scores("causal"), storage, has_lse=True)
@@ -49,6 +54,9 @@ CASES: list[tuple[LengthClass, Problem]] = [
     ("tiny", bwd("bf16", 64, 64, "window")),
     ("tiny", bwd("fp16", 96, 96, deterministic=True)),
     ("tiny", bwd("fp16", 256, 256, "window")),
+    ("tiny", packed("fp16", 224)),
+    ("tiny", packed("bf16", 256)),
+    ("small", packed("fp16", 224)),
     ("long", bwd("bf16", 128, 128)),
     ("long", bwd("bf16", 128, 128, softcap=True, deterministic=True)),
     ("long", bwd("fp16", 256, 256)),

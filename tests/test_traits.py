@@ -111,7 +111,7 @@ def test_arch_names_and_capabilities() -> None:
 def test_shape_classes(seqlen_q: int, seqlen_k: int, shape: str) -> None:
     assert length_class_of(seqlen_q, seqlen_k) == shape
     longer = max(seqlen_q, seqlen_k)
-    backward = {"tiny": "short", "brief": "short", "long": "medium" if longer < 3072 else "long"}.get(shape, shape)
+    backward = {"tiny": "small", "long": "medium" if longer < 3072 else "long"}.get(shape, shape)
     assert length_class_of(seqlen_q, seqlen_k, "bwd") == ("tiny" if longer <= 32 else backward)
 
 
@@ -142,8 +142,9 @@ def test_the_class_of_packed_sequences_is_that_of_the_mean(
         (65536, 64, (4096, 16), "medium"),
         (65536, 4096, (16, 16), "tiny"),
         (65536, 4096, (32, 32), "tiny"),
-        (65536, 4096, (33, 32), "brief"),
-        (65536, 4096, (32, 33), "brief"),
+        (65536, 4096, (33, 32), "small"),
+        (65536, 4096, (32, 64), "small"),
+        (65536, 4096, (65, 32), "brief"),
         (0, 1, (0, 0), "tiny"),
         (65536, 64, (1, 1), "tiny"),  # wrong, which changes nothing but the speed
     ],
@@ -159,19 +160,19 @@ def test_the_longest_sequences_count_with_the_mean(
 def test_a_few_queries_against_a_long_cache_are_decoding_whatever_the_longest() -> None:
     assert length_class_of_packed(64, 65536, 64, 1, 8192) == "decode"
     assert length_class_of_packed(64, 65536, 64, 1, 40) == "decode"
-    assert length_class_of_packed(64, 640, 64, 4, 40) == "brief"
+    assert length_class_of_packed(64, 640, 64, 4, 40) == "small"
+    assert length_class_of_packed(64, 640, 64, 4, 80) == "brief"
 
 
 @pytest.mark.parametrize(("traits", "is_forward"), [("fwd", True), ("bwd", False)])
-def test_to_a_forward_medium_sequences_are_long_and_to_a_backward_brief_ones_short(
-    traits: str, is_forward: bool
-) -> None:
+def test_to_a_forward_small_sequences_are_tiny_and_medium_ones_long(traits: str, is_forward: bool) -> None:
     tile = GOOD80 if is_forward else BwdTraitsSm80(64, 64, 128, 128)
     problem = (FwdProblem if is_forward else BwdProblem).dense("bf16", 128, 128)
     assert Row(tile, lengths=("long",)).serves(problem, "medium") == is_forward
     assert Row(tile, lengths=("medium",)).serves(problem, "medium") != is_forward
-    assert Row(tile, lengths=("short",)).serves(problem, "brief") != is_forward
-    assert Row(tile, lengths=("brief",)).serves(problem, "brief") == is_forward
+    assert Row(tile, lengths=("tiny",)).serves(problem, "small") == is_forward
+    assert Row(tile, lengths=("small",)).serves(problem, "small") != is_forward
+    assert Row(tile, lengths=("brief",)).serves(problem, "brief")
     assert Row(tile, lengths=("tiny",)).serves(problem, "tiny")
     assert not Row(tile, lengths=("short", "long")).serves(problem, "tiny")
 
@@ -190,7 +191,7 @@ def test_a_row_keeps_what_it_serves_in_order_and_says_what_is_left_out() -> None
         ({"dtypes": ("fp32",)}, r"dtypes is \('fp32',\); allowed: one or more of fp16, bf16"),
         (
             {"lengths": ("short", "middling")},
-            "lengths is .*; allowed: one or more of decode, tiny, brief, short, medium, long",
+            "lengths is .*; allowed: one or more of decode, tiny, small, brief, short, medium, long",
         ),
     ],
 )

@@ -15,10 +15,12 @@ import pytest
 
 from cuteflash import cli, tune
 from cuteflash.compile import build
+from cuteflash.core.tile import is_lone
 from cuteflash.dispatch import kernel_class
-from cuteflash.problem import FP8_DTYPES, OPERATIONS, BwdProblem, FwdProblem, Operation
+from cuteflash.problem import FP8_DTYPES, OPERATIONS, BwdProblem, FwdProblem, MaskKind, Operation
 from cuteflash.traits.arch import ARCHS, FAMILIES, Family, get_arch
 from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
+from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.cache_sm90 import FwdTraitsCacheSm90
 from cuteflash.traits.candidates import SM80_TILE_N, SM90_TILE_N
 from cuteflash.traits.row import Traits, kind_of, kinds_of
@@ -26,6 +28,7 @@ from cuteflash.traits.sm80 import ADDRESS_REGS, FwdTraitsSm80
 from cuteflash.traits.tables import row_sets, tables_of
 from cuteflash.traits.values import field_types, literals
 from cuteflash.tune.cells import Cell, parse_cell
+from cuteflash.tune.cuda_backend import gate_cells
 from cuteflash.tune.operations import (
     FORMS,
     SPECS,
@@ -43,7 +46,7 @@ TARGETS: tuple[tuple[str, Family], ...] = (("sm_80", "sm80"), ("sm_90a", "sm80")
 PAIRS: list[tuple[Task, Family]] = [
     (task, family) for task in TASKS for family in FAMILIES if family in SPECS[task].candidates
 ]
-MOST = 3300  # what a laptop can still compile over night
+MOST = 3500  # what a laptop can still compile over night
 
 
 def dims_of(task: Task) -> list[tuple[int, int]]:
@@ -302,3 +305,21 @@ def test_unknown_families_are_named() -> None:
 def test_a_sweep_offers_each_kernel_once() -> None:
     assert len(set(SWEPT)) == len(SWEPT)
     assert {swept_kernel(name)[0] for name in SWEPT} >= {"fwd", "bwd", "mla"}
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize(
+    "traits",
+    [
+        BwdTraitsSm80(32, 64, 64, 64, num_warps=4, s_warps=2, dkv_warps=2, stages=1, lone_tiles=True),
+        BwdTraitsSm90(64, 128, 64, 64, lone_tiles=True),
+    ],
+    ids=lambda traits: traits.family,
+)
+def test_gates_of_traits_with_code_for_lone_tiles_have_some_and_others(traits: Any, mask: MaskKind) -> None:
+    problem = BwdProblem.dense("bf16", 64, 64, mask)
+    cells = gate_cells(problem, traits)
+    lone = [is_lone(cell.seqlen_q, cell.seqlen, mask, traits.tile_n) for cell in cells]
+    assert sum(lone) == 2
+    assert cells[: len(cells) - 2] == gate_cells(problem, dataclasses.replace(traits, lone_tiles=False))
+    assert not any(lone[:-2]) and all(cell.seqlen % 8 for cell in cells)

@@ -94,7 +94,11 @@ UNPRINTABLE = 10**5000  # more digits than Python prints
 OPERATOR_OPTIONS = OPTIONS | {
     "left": ({"window_left": -2}, ValueError, r"window_left is -2; allowed: -1 \(unbounded\) or more"),
     "right": ({"window_right": -3}, ValueError, "window_right is -3"),
-    "lengths": ({"lengths": "middling"}, ValueError, "lengths is 'middling'; allowed: None, 'decode', 'tiny', 'brief'"),
+    "lengths": (
+        {"lengths": "middling"},
+        ValueError,
+        "lengths is 'middling'; allowed: None, 'decode', 'tiny', 'small', 'brief'",
+    ),
 }
 FUNCTION_OPTIONS = OPTIONS | {
     "left": ({"window_size": (-2, 0)}, ValueError, r"window_size is \(-2, 0\); allowed: -1 \(unbounded\) or more"),

@@ -6,18 +6,26 @@ import dataclasses
 from typing import Any
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from cuteflash.core.mask import Index, IntervalMask
-from cuteflash.problem import UNBOUNDED
+from cuteflash.core.mask import Index, IntervalMask, blocks_of
+from cuteflash.problem import UNBOUNDED, MaskKind
 
 
-def is_lone(seqlen_q: Index, seqlen_k: Index, tile_m: int, tile_n: int) -> Boolean:
-    """Whether a sequence is one tile of queries and one of keys.
+def is_lone(seqlen_q: Index, seqlen_k: Index, mask: MaskKind, tile_n: int) -> Boolean:
+    """Whether the keys of a sequence are one tile, and its block visits all of its queries.
 
-    Its last query sees its last key under every mask, so that the block of its keys visits the tile of its queries.
+    A query sees the key at its own position under every mask. With fewer keys than queries the first ones may see none.
     """
-    return (seqlen_q <= tile_m) & (seqlen_k > 0) & (seqlen_k <= tile_n)
+    lone = (seqlen_k > 0) & (seqlen_k <= tile_n)
+    return lone if mask == "full" else lone & (seqlen_q <= seqlen_k)
+
+
+def holds_dq(seqlen_q: Index, seqlen_k: Index, mask: MaskKind, heads_per_kv: Index, tile_m: int, tiles: int) -> Boolean:
+    """Whether dQ of a KV head's queries is `tiles` tiles at most, and all of them see a key, see `is_lone`."""
+    held = (heads_per_kv * blocks_of(seqlen_q, tile_m) <= tiles) & (seqlen_k > 0)
+    return held if mask == "full" else held & (seqlen_q <= seqlen_k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +230,24 @@ class KeyTile:
 
     def is_lone(self) -> Boolean:
         """See `is_lone`."""
-        return is_lone(self.mask.seqlen_q, self.mask.seqlen_k, self.tile_m, self.tile_n)
+        return is_lone(self.mask.seqlen_q, self.mask.seqlen_k, self.mask.kind, self.tile_n)
+
+    def uniform(self) -> KeyTile:
+        """The same, in registers of the warp rather than of its threads; a whole warp calls it."""
+        own: dict[str, Any] = {
+            name: cute.arch.make_warp_uniform(getattr(self, name))
+            for name in ("n_block", "head", "sequence", "first_q", "first_k", "first_key")
+        }
+        lengths = map(cute.arch.make_warp_uniform, (self.mask.seqlen_q, self.mask.seqlen_k))
+        mask = dataclasses.replace(self.mask, **dict(zip(("seqlen_q", "seqlen_k"), lengths)))
+        return dataclasses.replace(self, **own, mask=mask)
+
+    def ends_of(self, m_block: Index) -> tuple[Boolean, Boolean]:
+        """Whether the tile is the first, and the last, that a query block of its sequence sees."""
+        first = m_block * self.tile_m
+        last = cutlass.min(first + self.tile_m, self.mask.seqlen_q) - 1
+        lo, hi = self.mask.n_blocks(first, last, self.tile_n)
+        return self.n_block == lo, self.n_block == hi - 1
 
     def query_blocks(self, is_descending: bool = False, is_spread: bool = False) -> QueryBlocks:
         """The query blocks that the tile visits: upwards, or downwards.

@@ -83,8 +83,11 @@ class BwdTraits(FwdTraits, Protocol):
         turns_at_once: so many blocks of a head run at the same time in a deterministic call, if there are enough heads:
             fewer wait less for their turn at its dQ, but more heads take more of L2. 0 is any number.
         persistent: a block works on many tiles of a dense batch.
-        lone_tiles: a sequence that is one tile of queries and one of keys gets its dQ from its only block, and the sum
-            in memory is neither cleared nor read.
+        lone_tiles: the only block of a sequence whose keys are one tile, and whose queries all see a key, stores dQ
+            itself: nothing is summed up in memory.
+        lone_blocks: such a block needs nothing prepared either.
+        held_dq: a block takes all key tiles of a KV head of a dense batch, one after the other, and holds dQ of so many
+            query tiles, if there are no more, until it stores it; 0 is none.
     """
 
     first_stores: ClassVar[bool]
@@ -96,6 +99,10 @@ class BwdTraits(FwdTraits, Protocol):
     def persistent(self) -> bool: ...
     @property
     def lone_tiles(self) -> bool: ...
+    @property
+    def lone_blocks(self) -> bool: ...
+    @property
+    def held_dq(self) -> int: ...
 
     def workspace(self, batch: Any, heads: Any, seqlen_q: Any) -> Workspace:
         """The fp32 workspace of a call, for Python ints or traced values."""

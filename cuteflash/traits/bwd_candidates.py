@@ -17,7 +17,28 @@ SM80_TILE_M, SM80_TILE_N = (32, 64, 128), (32, 64, 128)
 SM80_WARPS = (4, 8)
 SM80_STAGES = (1, 2)
 SM80_MAX_BLOCKS = 3
-SM80_TINY_BLOCKS = (1, 3, 4, 5, 6, 7, 8)  # with four warps each has a register limit of its own
+# Blocks that may be lone, small ones, as many resident ones as possible: (tile_m, tile_n, warps), with the numbers of
+# blocks that each have a register limit of their own. In a short loop what depends on the thread, and on the mask, may
+# be computed again rather than kept, so that more fit.
+SM80_LONE: dict[tuple[int, int, int], tuple[int, ...]] = {
+    (32, 32, 4): (2, 3, 4, 5, 6),
+    (32, 64, 4): (2, 3, 4),
+    (32, 64, 8): (1, 2),
+    (64, 64, 4): (3,),
+    (64, 64, 8): (1,),
+}
+SM80_LONE_SWITCHES: tuple[dict[str, Any], ...] = (
+    {},
+    {"fresh_addresses": True},
+    {"fresh_addresses": True, "fresh_bounds": True},
+    {"fresh_addresses": True, "fresh_loops": True},  # of the smallest
+)
+# Of heads wider than this, whose gradients leave few registers.
+SM80_WIDE = 160
+SM80_LONE_WIDE: tuple[dict[str, Any], ...] = (
+    {"double_buffer": True, "fresh_bounds": True},
+    {"double_buffer": True, "fresh_bounds": True, "fresh_addresses": True},
+)
 # How dQ is added. What sweeps time does not take turns: the best form of turns by warps comes with the wide additions.
 SM80_ADDS: tuple[dict[str, Any], ...] = ({}, {"vector_add": True})
 SM80_TURNS: dict[int, dict[str, Any]] = {
@@ -39,6 +60,10 @@ SM90_KEYS: tuple[dict[str, Any], ...] = (
     {"k_in_regs": True, "v_in_regs": True},
 )
 IN_TURN: dict[str, Any] = {"in_turn": True}  # for some of those with dQ apart
+LONE: dict[str, Any] = {"lone_tiles": True}
+LONE_TILE = 64, 128  # of the sm90 family: most of a larger one is empty
+HELD_DQ = 4, 8  # query tiles in shared memory
+HELD_DQ_IN_PARTS = 64  # in memory, so that none is left over at the lengths that are swept
 
 TWO_PASS_TILE_M = range(16, 129, 16)
 TWO_PASS_TILE_N = (64, 128)
@@ -56,7 +81,7 @@ def bwd_candidates_sm80(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm8
         plain = BwdTraitsSm80(tile_m, tile_n, head_dim, head_dim_v, num_warps=warps, stages=stages)
         for division in _divisions(warps):
             yield from _variants(dataclasses.replace(plain, **division))
-    yield from _tiny(head_dim, head_dim_v)
+    yield from _lone(head_dim, head_dim_v)
 
 
 def _divisions(warps: int) -> Iterator[dict[str, Any]]:
@@ -97,16 +122,18 @@ def _variants(base: BwdTraitsSm80) -> Iterator[BwdTraitsSm80]:
             yield dataclasses.replace(traits, **SM80_IDLE)
 
 
-def _tiny(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm80]:
-    """Small blocks for tiny sequences, as many resident ones as possible."""
-    small = BwdTraitsSm80(32, 32, head_dim, head_dim_v, num_warps=4, s_warps=2, dkv_warps=2, stages=1)
-    names = ("fresh_addresses", "double_buffer", "vector_add", "lone_tiles")
-    for blocks, *values in itertools.product(SM80_TINY_BLOCKS, *((False, True) for _ in names)):
-        switches: dict[str, Any] = dict(zip(names, values, strict=True))
-        traits = dataclasses.replace(small, blocks_per_sm=blocks, **switches)
-        yield traits
-        if traits.lone_tiles and traits.vector_add and not traits.fresh_addresses:
-            yield dataclasses.replace(traits, fresh_loops=True)
+def _lone(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm80]:
+    """Small blocks for sequences of one tile of keys."""
+    common: dict[str, Any] = {"stages": 1, "double_buffer": False, "vector_add": True, **LONE}
+    for (tile_m, tile_n, warps), residents in SM80_LONE.items():
+        for division, blocks in itertools.product(_divisions(warps), residents):
+            tile = BwdTraitsSm80(tile_m, tile_n, head_dim, head_dim_v, num_warps=warps, blocks_per_sm=blocks, **common)
+            traits = dataclasses.replace(tile, **division)
+            if traits.s_warps > warps // 4 and traits.dq_warps < warps:  # so that a warp has few columns of S
+                count = (4 if tile_n == min(SM80_TILE_N) else 3) if runs_somewhere(traits) else 1
+                yield from changed(traits, SM80_LONE_SWITCHES[:count])
+                if max(head_dim, head_dim_v) > SM80_WIDE:
+                    yield from changed(traits, SM80_LONE_WIDE)
 
 
 def bwd_candidates_sm90(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm90 | BwdTwoPassTraitsSm90]:
@@ -125,9 +152,24 @@ def _one_pass(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm90]:
                 staged = dataclasses.replace(shallow, q_stage=q_stage, do_stage=do_stage)
                 for base in _switched(staged, most=None if q_stage == do_stage else 1):
                     yield from changed(base, SM90_KEYS) if runs_somewhere(base) else (base,)
+                if q_stage == do_stage and (tile_m, tile_n) == LONE_TILE:
+                    yield from _lone_sm90(staged)
                 if dq == "apart" and q_stage == do_stage:  # a warpgroup that has time to wait for its turn
-                    lone = (base for base in _switched(staged, most=2) if not (base.persistent or base.pingpong))
-                    yield from (dataclasses.replace(base, **IN_TURN) for base in lone)
+                    alone = (base for base in _switched(staged, most=2) if not (base.persistent or base.pingpong))
+                    yield from (dataclasses.replace(base, **IN_TURN) for base in alone)
+
+
+def _lone_sm90(staged: BwdTraitsSm90) -> Iterator[BwdTraitsSm90]:
+    """Those that store dQ, as a block that has all keys of a head can."""
+    lone = dataclasses.replace(staged, **LONE)
+    yield from _switched(lone, most=1)
+    if lone.is_dq_apart:
+        for base in _switched(dataclasses.replace(lone, persistent=True), most=None):
+            for keys, tiles in itertools.product((SM90_KEYS[0], SM90_KEYS[-1]), HELD_DQ):
+                yield dataclasses.replace(base, held_dq=tiles, **keys)
+    elif lone.dq != "turns":
+        for base in _switched(dataclasses.replace(lone, persistent=True), most=2):
+            yield dataclasses.replace(base, held_dq=HELD_DQ_IN_PARTS)
 
 
 def _switched(plain: BwdTraitsSm90, most: int | None) -> list[BwdTraitsSm90]:
@@ -135,7 +177,7 @@ def _switched(plain: BwdTraitsSm90, most: int | None) -> list[BwdTraitsSm90]:
     flight of what is not multiplied out."""
     others: dict[str, Any] = {}
     for field in dataclasses.fields(plain):
-        if isinstance(field.default, bool) and not any(field.name in keys for keys in (*SM90_KEYS, IN_TURN)):
+        if isinstance(field.default, bool) and not any(field.name in keys for keys in (*SM90_KEYS, IN_TURN, LONE)):
             others[field.name] = not field.default
         elif field.name.endswith("_stage") and field.name not in ("q_stage", "do_stage"):
             others[field.name] = getattr(plain, field.name) + 1

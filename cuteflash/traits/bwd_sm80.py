@@ -50,7 +50,7 @@ class BwdTraitsSm80:
         fresh_bounds: compute the bounds of a mask in each step that needs them.
         double_buffer: fetch the next k-block's fragments by ldmatrix while the tensor cores work on this one.
         vector_add: dQ is added 16 bytes at once, which takes sm_90 or later.
-        lone_tiles: the block of a sequence that is one tile of queries and one of keys stores dQ itself, rounded.
+        lone_tiles: the only block of a sequence whose keys are one tile computes delta and stores dQ itself, rounded.
         turn_steps: a deterministic call awaits and passes on the turns of so many steps together: fewer fences, but the
             block that comes next starts later.
         turn_warpgroup: four more warps in a deterministic call, of which two await and pass on the turns; it needs
@@ -68,6 +68,7 @@ class BwdTraitsSm80:
     first_stores: ClassVar[bool] = False
     early_launch: ClassVar[bool] = False
     persistent: ClassVar[bool] = False
+    held_dq: ClassVar[int] = 0
     element_bytes: ClassVar[int] = 2
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
     max_head_dim: ClassVar[int] = 256
@@ -91,6 +92,11 @@ class BwdTraitsSm80:
     turn_warpgroup: bool = False
     idle_warpgroup: bool = False
     blocks_per_sm: int = 1
+
+    @property
+    def lone_blocks(self) -> bool:
+        """See `BwdTraits`."""
+        return self.lone_tiles
 
     @property
     def num_threads(self) -> int:
@@ -118,7 +124,10 @@ class BwdTraitsSm80:
 
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
-        """K, V, Q, dO, dS, P if it does not stay in registers, and row statistics; dK and dV are staged as K and V."""
+        """K, V, Q, dO, dS, P if it does not stay in registers, O of lone tiles, and row statistics.
+
+        dK and dV are staged as K and V, dQ of lone tiles as Q.
+        """
         plan: dict[str, SmemRegion] = {}
 
         def append(name: str, elements: int, stages: int = 1, nbytes: int = self.element_bytes) -> None:
@@ -131,6 +140,8 @@ class BwdTraitsSm80:
         append("ds", self.tile_m * self.tile_n)
         if not self.p_in_regs:
             append("p", self.tile_m * self.tile_n)
+        if self.lone_tiles:
+            append("o", self.tile_m * self.head_dim_v, self.stages)
         append("lse", self.tile_m, self.stages, STATISTIC_BYTES)
         append("delta", self.tile_m, self.stages, STATISTIC_BYTES)
         return plan
@@ -160,6 +171,8 @@ class BwdTraitsSm80:
             return f"turn_steps {self.turn_steps} is not 1, but turn_warpgroup passes on every turn by itself"
         if self.idle_warpgroup and not self.turn_warpgroup:
             return "idle_warpgroup needs turn_warpgroup, whose warps it keeps in calls that take no turns"
+        if self.lone_tiles and self.turn_warpgroup:
+            return "lone_tiles with turn_warpgroup: lone tiles take no turns, and a block's threads all work on them"
         return self._check_warps() or copies_complaint(self) or self._check_limits(arch)
 
     def _check_warps(self) -> str | None:

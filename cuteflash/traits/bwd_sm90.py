@@ -55,6 +55,12 @@ class BwdTraitsSm90:
             for each other.
         in_turn: blocks add to a tile of dQ of a dense batch in a fixed order, as in deterministic calls: so they stay a
             step apart, and no two add to the same tile at the same time. Packed sequences, many of them short, do not.
+        lone_tiles: the only block of a sequence whose keys are one tile, and whose queries all see a key, stores dQ
+            itself, rounded.
+        held_dq: a persistent block takes all key tiles of a KV head of a dense batch, one after the other, and holds
+            dQ of so many query tiles, if there are no more: each is stored rounded with its last keys, and no other
+            block adds to it. Between key tiles whole tiles (dq ``"apart"``) stay in shared memory, and parts go through
+            memory. 0 is none; it needs `lone_tiles`.
     """
 
     operation: ClassVar[Operation] = "bwd"
@@ -65,7 +71,7 @@ class BwdTraitsSm90:
     first_stores: ClassVar[bool] = True
     early_launch: ClassVar[bool] = True
     turns_at_once: ClassVar[int] = 0
-    lone_tiles: ClassVar[bool] = False
+    lone_blocks: ClassVar[bool] = False
     element_bytes: ClassVar[int] = 2
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
     max_head_dim: ClassVar[int] = 128
@@ -86,10 +92,17 @@ class BwdTraitsSm90:
     persistent: bool = False
     dq: DqShare = "columns"
     in_turn: bool = False
+    lone_tiles: bool = False
+    held_dq: int = 0
 
     @property
     def mma_warpgroups(self) -> int:
         return self.tile_n // WGMMA_M
+
+    @property
+    def dq_stages(self) -> int:
+        """Parts of dQ in shared memory."""
+        return max(self.mma_warpgroups, self.held_dq if self.is_dq_apart else 0)
 
     @property
     def is_dq_apart(self) -> bool:
@@ -143,7 +156,7 @@ class BwdTraitsSm90:
     @property
     def smem_plan(self) -> dict[str, SmemRegion]:
         """Barriers, row statistics, K, V, Q, dO, dS, dQ as it waits to be added, and tiles that are handed out."""
-        rings = 2 * self.kv_stage + self.q_stage + self.do_stage + self.ds_stage + self.mma_warpgroups
+        rings = 2 * self.kv_stage + self.q_stage + self.do_stage + self.ds_stage + self.dq_stages
         barriers = 2 * rings + self.kv_stage  # full and empty; the gradients of each stage of K and V
         plan = {"barriers": SmemRegion(0, barriers * MBARRIER_BYTES)}
 
@@ -159,7 +172,7 @@ class BwdTraitsSm90:
         append("do", self.tile_m * self.head_dim_v * self.element_bytes, self.do_stage)
         append("ds", self.tile_m * self.tile_n * self.element_bytes, self.ds_stage)
         rows, cols = self.dq_part
-        append("dq", rows * cols * 4, self.mma_warpgroups)
+        append("dq", rows * cols * 4, self.dq_stages)
         if self.persistent:
             start = plan_bytes(plan)
             plan["handout"] = SmemRegion(start, handout_regions(start)[-1].end - start)
@@ -203,6 +216,8 @@ class BwdTraitsSm90:
             return f"tile_n {self.tile_n} is not {2 * WGMMA_M}: {WGMMA_M} keys for each of 2 warpgroups"
         if self.kv_stage > 1 and not self.persistent:
             return f"kv_stage {self.kv_stage} without persistent: a block loads K and V once"
+        if self.held_dq and not (self.dq != "turns" and self.persistent and self.lone_tiles):
+            return f"held_dq {self.held_dq} needs persistent, lone_tiles, and a dq without turns; dq is {self.dq!r}"
         rows, cols = self.dq_part
         if (cols if self.is_dq_transposed else rows) != WGMMA_M:
             return (

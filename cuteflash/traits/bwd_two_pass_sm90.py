@@ -47,6 +47,8 @@ class BwdTwoPassTraitsSm90:
     early_launch: ClassVar[bool] = True
     turns_at_once: ClassVar[int] = 0
     lone_tiles: ClassVar[bool] = False
+    lone_blocks: ClassVar[bool] = False
+    held_dq: ClassVar[int] = 0
     persistent: ClassVar[bool] = False
     element_bytes: ClassVar[int] = 2
     dtypes: ClassVar[tuple[str, ...]] = DTYPES

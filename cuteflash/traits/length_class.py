@@ -2,8 +2,8 @@
 
 decode  a handful of queries against a long cache: one query tile, and the time is that of reading K and V
 tiny    a sequence is a small part of a usual tile
-brief   a sequence is a few small tiles, and large ones stay partly empty; a class of the forward, the backward takes
-        the rows for short
+small   a sequence is half of a usual tile at most; a class of the backward, to the forward it is tiny
+brief   a sequence is a few small tiles, and large ones stay partly empty
 short   the main loop has few steps, so that prologue, epilogue and scheduling of blocks count
 medium  a backward's main loop still has few steps; a class of the backward, the forward takes the rows for long
 long    only the main loop counts
@@ -19,12 +19,11 @@ from typing import Literal, get_args
 
 from cuteflash.mla_problem import AnyOperation, MlaProblem
 
-LengthClass = Literal["decode", "tiny", "brief", "short", "medium", "long"]
+LengthClass = Literal["decode", "tiny", "small", "brief", "short", "medium", "long"]
 LENGTH_CLASSES: tuple[LengthClass, ...] = get_args(LengthClass)
 
 DECODE_QUERIES = 16  # the m extent of the smallest tensor-core instruction: more queries begin to fill a query tile
-TINY_LENGTH = 32
-TINY_FORWARD = 64  # one tile of a warpgroup
+TINY_LENGTH, SMALL_LENGTH = 32, 64  # one tile of two warps, of a warpgroup
 # Main loops of a few steps of 128 keys, below a dozen, and below two dozen. The borders lie between the powers of two
 # that are common and that are timed, so that no such length sits on an edge: 256 is brief, 512 and 1024 are short, 2048
 # is medium, 4096 long.
@@ -39,12 +38,12 @@ def length_class_of(seqlen_q: int, seqlen_k: int, operation: AnyOperation | None
         operation: None is the class of the main loop, as fine as any operation asks for.
     """
     longer = seqlen_q if seqlen_q > seqlen_k else seqlen_k  # every new shape comes here, and max() takes 0.1 us
-    if operation == "bwd" and longer <= TINY_LENGTH:
-        return "tiny"
+    if operation == "bwd" and longer <= SMALL_LENGTH:
+        return "tiny" if longer <= TINY_LENGTH else "small"
     if seqlen_q <= DECODE_QUERIES or operation == MlaProblem.operation:
         return "decode"
-    if longer < SHORT_LENGTH and operation != "bwd":
-        return "tiny" if longer <= TINY_FORWARD and operation == "fwd" else "brief"
+    if longer < SHORT_LENGTH:
+        return "tiny" if operation == "fwd" and longer <= SMALL_LENGTH else "brief"
     if longer < MEDIUM_LENGTH:
         return "short"
     return "medium" if longer < LONG_LENGTH and operation != "fwd" else "long"
@@ -66,9 +65,16 @@ def length_class_of_packed(
         longest_q, longest_k: lengths that no sequence exceeds; None is not known.
     """
     length_q, length_k = (-(-rows // batch) for rows in (rows_q, rows_k))
+    is_small = False
     if longest_q is not None and longest_k is not None:
-        if max(longest_q, longest_k) <= TINY_LENGTH:
+        longest = max(longest_q, longest_k)
+        if longest <= TINY_LENGTH:
             return "tiny"
+        is_small = longest <= SMALL_LENGTH
         length_q, length_k = math.isqrt(length_q * longest_q), math.isqrt(length_k * longest_k)
     found = length_class_of(length_q, length_k, operation=None)
-    return "brief" if found == "decode" and length_k < LONG_CACHE * length_q else found
+    if found == "decode" and length_k >= LONG_CACHE * length_q:
+        return found
+    if is_small:
+        return "small"
+    return "brief" if found == "decode" else found

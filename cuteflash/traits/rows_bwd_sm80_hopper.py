@@ -4,23 +4,46 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuteflash.traits.row import BF16, CAUSAL, DETERMINISTIC, FP16, FULL, SOFTCAP, TINY, VARLEN, WINDOW, Row, bwd_sm80
+from cuteflash.traits.row import (
+    BF16,
+    CAUSAL,
+    DETERMINISTIC,
+    FP16,
+    FULL,
+    SMALL,
+    SOFTCAP,
+    TINY,
+    VARLEN,
+    WINDOW,
+    Row,
+    bwd_sm80,
+)
 
+# Blocks that hold a sequence. What deterministic calls need for longer ones takes registers of a resident block.
 LONE: dict[str, Any] = {
-    "lengths": TINY,
-    "s_warps": 2,
-    "dkv_warps": 2,
     "stages": 1,
+    "fresh_addresses": True,
+    "double_buffer": False,
     "vector_add": True,
     "lone_tiles": True,
 }
+OF_TINY = LONE | {"lengths": TINY, "s_warps": 2, "dkv_warps": 2}
+OF_SMALL = LONE | {"lengths": SMALL}
+FOR_WIDE: dict[str, Any] = {"double_buffer": True, "fresh_bounds": True}  # ptxas spills less
+OF_TINY_WIDE = OF_TINY | FOR_WIDE | {"fresh_addresses": False}
+OF_SMALL_WIDE = OF_SMALL | FOR_WIDE
+OF_SMALL_BY_FOUR = OF_SMALL | {"s_warps": 2, "dkv_warps": 2}
 
 ROWS: tuple[Row, ...] = (
-    bwd_sm80(32, 32, 32, 4, double_buffer=False, blocks_per_sm=6, **LONE),
+    bwd_sm80(32, 32, 32, 4, without=SOFTCAP + DETERMINISTIC, blocks_per_sm=6, **OF_TINY),
+    bwd_sm80(32, 32, 32, 4, blocks_per_sm=5, **OF_TINY),
+    bwd_sm80(32, 32, 64, 4, without=DETERMINISTIC, blocks_per_sm=4, **OF_SMALL_BY_FOUR),
+    bwd_sm80(32, 32, 64, 4, blocks_per_sm=3, **OF_SMALL_BY_FOUR),
     bwd_sm80(32, 64, 128, 8, dq_warps=4, vector_add=True, turn_warpgroup=True),
-    bwd_sm80(64, 32, 32, 4, CAUSAL, dtypes=BF16, without=DETERMINISTIC, double_buffer=False, blocks_per_sm=4, **LONE),
-    bwd_sm80(64, 32, 32, 4, CAUSAL, dtypes=BF16, fresh_loops=True, double_buffer=False, blocks_per_sm=4, **LONE),
-    bwd_sm80(64, 32, 32, 4, double_buffer=False, blocks_per_sm=4, **LONE),
+    bwd_sm80(64, 32, 32, 4, without=SOFTCAP + DETERMINISTIC, fresh_bounds=True, blocks_per_sm=4, **OF_TINY),
+    bwd_sm80(64, 32, 32, 4, blocks_per_sm=3, **OF_TINY),
+    bwd_sm80(64, 32, 64, 4, without=SOFTCAP + DETERMINISTIC, blocks_per_sm=3, **OF_SMALL_BY_FOUR),
+    bwd_sm80(64, 32, 64, 4, fresh_bounds=True, blocks_per_sm=2, **OF_SMALL_BY_FOUR),
     bwd_sm80(
         64,
         32,
@@ -87,13 +110,25 @@ ROWS: tuple[Row, ...] = (
         blocks_per_sm=2,
     ),
     bwd_sm80(64, 64, 128, 8, dq_warps=4, vector_add=True, turn_warpgroup=True),
-    bwd_sm80(96, 32, 32, 4, FULL, dtypes=FP16, without=DETERMINISTIC, double_buffer=False, blocks_per_sm=4, **LONE),
-    bwd_sm80(96, 32, 32, 4, FULL, dtypes=FP16, fresh_loops=True, double_buffer=False, blocks_per_sm=4, **LONE),
-    bwd_sm80(96, 32, 32, 4, double_buffer=False, blocks_per_sm=4, **LONE),
+    bwd_sm80(96, 32, 32, 4, blocks_per_sm=2, **OF_TINY),
+    bwd_sm80(96, 32, 64, 4, blocks_per_sm=2, **OF_SMALL_BY_FOUR),
     bwd_sm80(96, 64, 128, 8, WINDOW, dtypes=FP16, without=SOFTCAP, dq_warps=4, vector_add=True),
     bwd_sm80(96, 64, 128, 8, without=SOFTCAP, dq_warps=4, vector_add=True, turn_warpgroup=True),
     bwd_sm80(96, 64, 64, 8, dq_warps=4, vector_add=True, turn_warpgroup=True),
-    bwd_sm80(128, 32, 32, 4, blocks_per_sm=3, **LONE),
+    bwd_sm80(128, 32, 32, 4, FULL + CAUSAL, without=DETERMINISTIC, blocks_per_sm=3, **OF_TINY),
+    bwd_sm80(128, 32, 32, 4, blocks_per_sm=2, **OF_TINY),
+    bwd_sm80(
+        128,
+        32,
+        64,
+        8,
+        FULL + CAUSAL,
+        without=SOFTCAP + VARLEN + DETERMINISTIC,
+        dkv_warps=2,
+        blocks_per_sm=2,
+        **OF_SMALL,
+    ),
+    bwd_sm80(128, 64, 64, 8, dq_warps=4, **OF_SMALL | {"fresh_addresses": False}),
     bwd_sm80(
         128,
         64,
@@ -144,15 +179,18 @@ ROWS: tuple[Row, ...] = (
         vector_add=True,
     ),
     bwd_sm80(128, 64, 64, 8, dq_warps=4, vector_add=True, turn_warpgroup=True),
-    bwd_sm80(160, 32, 32, 4, double_buffer=False, blocks_per_sm=3, **LONE),
+    bwd_sm80(160, 32, 32, 4, blocks_per_sm=2, **OF_TINY),
+    bwd_sm80(160, 64, 64, 8, dq_warps=4, fresh_bounds=True, **OF_SMALL),
     bwd_sm80(160, 64, 64, 8, dq_warps=4, vector_add=True, turn_warpgroup=True),
-    bwd_sm80(192, 32, 32, 4, double_buffer=False, blocks_per_sm=2, **LONE),
+    bwd_sm80(192, 32, 32, 4, blocks_per_sm=2, **OF_TINY_WIDE),
+    bwd_sm80(192, 64, 64, 8, dkv_warps=2, dq_warps=4, **OF_SMALL_WIDE),
     bwd_sm80(192, 64, 64, 8, dkv_warps=2, vector_add=True, turn_warpgroup=True),
     bwd_sm80(192, 64, 64, 8, dq_warps=4, vector_add=True, turn_warpgroup=True),
-    bwd_sm80(224, 32, 32, 4, double_buffer=False, blocks_per_sm=2, **LONE),
+    bwd_sm80(224, 32, 32, 4, blocks_per_sm=2, **OF_TINY_WIDE),
+    bwd_sm80(224, 64, 64, 8, dq_warps=4, **OF_SMALL_WIDE),
     bwd_sm80(224, 64, 64, 8, dq_warps=4, vector_add=True, turn_warpgroup=True),
-    bwd_sm80(256, 32, 32, 4, WINDOW, without=VARLEN, fresh_loops=True, double_buffer=False, blocks_per_sm=2, **LONE),
-    bwd_sm80(256, 32, 32, 4, double_buffer=False, blocks_per_sm=2, **LONE),
+    bwd_sm80(256, 32, 32, 4, fresh_bounds=True, blocks_per_sm=2, **OF_TINY),
+    bwd_sm80(256, 32, 64, 8, dq_warps=2, fresh_bounds=True, **OF_SMALL),
     bwd_sm80(
         256,
         64,

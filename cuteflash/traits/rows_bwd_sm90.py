@@ -2,23 +2,48 @@
 
 One pass up to head dim 128. Two passes serve what one pass has no registers left for: wider heads, softcaps, and
 deterministic calls with a window at head dim 128. Long loops take more queries a step, since much of a step is latency.
+Brief sequences are bound by memory: a block that has all keys of a head stores dQ once it is complete. At head dim 128
+shared memory does not hold all of it, so that parts go to memory and back.
 """
 
 from __future__ import annotations
 
 from cuteflash.traits.row import (
+    BRIEF,
     CAUSAL,
     DETERMINISTIC,
     FULL,
     LONG,
+    SMALL,
     SOFTCAP,
+    TINY,
+    VARLEN,
     WINDOW,
     Row,
     bwd_sm90,
     bwd_two_pass_sm90,
 )
 
+UP_TO_BRIEF = TINY + SMALL + BRIEF
+
 ROWS: tuple[Row, ...] = (
+    bwd_sm90(
+        32,
+        64,
+        lengths=UP_TO_BRIEF,
+        without=SOFTCAP,
+        k_in_regs=True,
+        v_in_regs=True,
+        keep_thread=True,
+        dq="apart",
+        pingpong=False,
+        kv_stage=2,
+        q_stage=3,
+        do_stage=3,
+        persistent=True,
+        lone_tiles=True,
+        held_dq=8,
+    ),
     bwd_sm90(
         32,
         64,
@@ -34,6 +59,22 @@ ROWS: tuple[Row, ...] = (
         persistent=True,
     ),
     bwd_two_pass_sm90(32, 64, k_stage=3, v_stage=3),
+    bwd_sm90(
+        64,
+        64,
+        lengths=UP_TO_BRIEF,
+        without=SOFTCAP,
+        k_in_regs=True,
+        v_in_regs=True,
+        dq="apart",
+        pingpong=False,
+        kv_stage=2,
+        q_stage=3,
+        do_stage=3,
+        persistent=True,
+        lone_tiles=True,
+        held_dq=4,
+    ),
     bwd_sm90(
         64,
         96,
@@ -71,6 +112,17 @@ ROWS: tuple[Row, ...] = (
         persistent=True,
     ),
     bwd_two_pass_sm90(64, 64, k_stage=3, v_stage=3),
+    bwd_sm90(
+        96,
+        64,
+        lengths=UP_TO_BRIEF,
+        without=SOFTCAP,
+        dq="apart",
+        pingpong=False,
+        persistent=True,
+        lone_tiles=True,
+        held_dq=4,
+    ),
     bwd_sm90(96, 64, without=SOFTCAP, delta_early=False, keep_thread=True, dq="apart", pingpong=False),
     bwd_two_pass_sm90(96, 64, k_stage=3, v_stage=3),
     bwd_sm90(
@@ -83,6 +135,19 @@ ROWS: tuple[Row, ...] = (
         keep_thread=True,
         dq="transposed",
     ),
+    bwd_sm90(
+        128,
+        64,
+        FULL + CAUSAL,
+        lengths=UP_TO_BRIEF,
+        without=SOFTCAP + VARLEN + DETERMINISTIC,
+        delta_early=False,
+        persistent=True,
+        lone_tiles=True,
+        held_dq=64,
+    ),
+    bwd_sm90(128, 64, FULL + CAUSAL, lengths=UP_TO_BRIEF, without=SOFTCAP, lone_tiles=True),
+    bwd_sm90(128, 64, WINDOW, lengths=UP_TO_BRIEF, without=SOFTCAP + DETERMINISTIC, lone_tiles=True),
     bwd_sm90(128, 64, FULL + CAUSAL, without=SOFTCAP),
     bwd_sm90(128, 64, WINDOW, without=SOFTCAP + DETERMINISTIC),
     bwd_two_pass_sm90(128, 64, k_stage=2, v_stage=2),

@@ -26,8 +26,8 @@ P and dS stay in registers; 1.1 times one block of eight warps. They fit without
 registers. Their deterministic calls pass on the turns of four steps together, those of other rows have two warps for
 the turns; rows that would spill with these leave deterministic calls to the next one. From head dim 160 on the dK and
 dV accumulators leave room for 64 keys. Rows whose warps divide no product finer than 32 columns lend themselves to
-every pair of head dims. Tiny sequences take blocks of 32 x 32, as many on a multiprocessor as find registers without a
-spill, and one that holds its sequence stores dQ itself.
+every pair of head dims. Tiny and small sequences take blocks that hold one, as many on a multiprocessor as find
+registers without a spill, which need no kernel before and none after them.
 
 bwd/sm_80/sm80: as on Hopper, with one stage from head dim 224 on. No A100 has timed it.
 
@@ -80,7 +80,9 @@ MODULES: dict[TableKey, tuple[ModuleType, ...]] = {
 # Which family a call gets that names none, and of how many query rows at most, where it is not the first of the
 # target's: (operation, target, lengths).
 BEST_FAMILIES: dict[tuple[AnyOperation, str, LengthClass], tuple[Family, int]] = {
-    ("bwd", "sm_90a", "tiny"): ("sm80", UNBOUNDED),  # a block of the sm90 family has a multiprocessor to itself
+    # A block of the sm90 family has a multiprocessor to itself.
+    ("bwd", "sm_90a", "tiny"): ("sm80", UNBOUNDED),
+    ("bwd", "sm_90a", "small"): ("sm80", UNBOUNDED),
     # A tile of the sm90 family has 64 rows, and takes longer to begin and to end: worth it if a third of it is full.
     ("mla", "sm_90a", "decode"): ("sm80", 16),
 }

@@ -74,6 +74,7 @@ class CacheBuilder:
 def gate_cells(problem: AnyProblem, traits: Traits | None = None) -> tuple[Cell, ...]:
     """Small cells whose lengths are multiples of nothing: one beyond the window, one of a few queries, and one for each
     of `GATE_INPUTS`. Of few queries they have the most that traits hold, and no cell in place of one that they do not.
+    Traits with code of their own for short sequences have such cells, too.
     """
 
     form = form_of(problem)
@@ -98,7 +99,12 @@ def gate_cells(problem: AnyProblem, traits: Traits | None = None) -> tuple[Cell,
         )
 
     if not form:
-        return cell(1111, 1363, 1), cell(5, 299, 3), *(cell(277, 1363, 1, kind) for kind in GATE_INPUTS)
+        general = cell(1111, 1363, 1), cell(5, 299, 3), *(cell(277, 1363, 1, kind) for kind in GATE_INPUTS)
+        if traits is None or not getattr(traits, "lone_tiles", False):
+            return general
+        lengths = traits.tile_n - 5, traits.tile_m * min(getattr(traits, "held_dq", 0), 8) - 5
+        short = (pair for n in lengths if n > 0 for pair in ((n, n, 5), (3, n, 3)))
+        return *general, *(cell(*one) for one in short)
     # A single query, if the mask has it; a tile with so many rows that its blocks meet; two tiles of a head.
     least = 2 if problem.scores.mask == "causal" else 1
     plain = itertools.product(((least, 1363, 3), (5, 299, 3), (16, 1363, 1)), (PLAIN,), groups)

@@ -156,7 +156,7 @@ SPECS: dict[Task, Spec] = {
         elements=lambda queries, keys, head_dim, head_dim_v: 2 * (queries + keys) * (head_dim + head_dim_v),
         candidates={"sm80": bwd_candidates_sm80, "sm90": bwd_candidates_sm90},
         streamed=("q",),
-        lengths="512,1024,4096,16384",  # nobody trains on single queries
+        lengths="64,256,512,1024,4096,16384",  # a small and a brief one, too; nobody trains on single queries
     ),
     "decode": DECODE,
     "cache": dataclasses.replace(

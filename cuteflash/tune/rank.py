@@ -40,7 +40,7 @@ Q_GAP = 1.03  # until the next tile's Q is there, if its memory is only free onc
 SCRATCH_SM90, SCRATCH_SM80 = 28, 56  # registers beside S, P, O and Q; mma.sync also has K and V fragments in flight
 SPILL_PENALTY = 0.01  # for each register that is not there
 VARIETY = 0.03  # what each candidate with the same tile adds to the next one's estimate
-RESIDENT_TURN = 3  # after how many others one of several resident blocks comes: they win at few lengths
+FEW_STEPS_TURN = 3  # after how many others one of those for few steps comes, which win at few lengths
 
 SWITCHES_SM90: dict[tuple[str, object], float] = {
     ("warp_specialized", False): 1.2,
@@ -91,7 +91,7 @@ def shortlist(candidates: Iterable[Traits], arch: ArchSpec, always: Sequence[Tra
     Candidates of one tile are much alike, so each one makes the next of its tile a little less promising. Those with
     the same estimate stay in their order. Those that an estimate does not tell apart come in turn, so that a limit
     leaves some of each: of 8-bit operands, those that accumulate in two levels and the others, which are faster and
-    less accurate; tiles for other numbers of query rows; and several resident blocks, every fourth.
+    less accurate; tiles for other numbers of query rows; and those for loops of a few steps, every fourth.
     """
     clocks = {traits: estimate(traits, arch) for traits in candidates if traits not in always}
     before: collections.Counter[tuple[int, int, int, bool]] = collections.Counter()
@@ -103,9 +103,9 @@ def shortlist(candidates: Iterable[Traits], arch: ArchSpec, always: Sequence[Tra
     turns: dict[tuple[int, bool, int], list[Traits]] = {}
     for traits in sorted(clocks, key=lambda one: clocks[one]):
         kind = not is_two_level(traits), traits.tile_m if hasattr(traits, "serves") else 0
-        turn = RESIDENT_TURN
+        turn = FEW_STEPS_TURN
         if not _is_for_few_steps(traits):
-            turn = dealt[kind] % RESIDENT_TURN
+            turn = dealt[kind] % FEW_STEPS_TURN
             dealt[kind] += 1
         turns.setdefault((turn, *kind), []).append(traits)
     in_turn = itertools.chain.from_iterable(itertools.zip_longest(*(turns[one] for one in sorted(turns))))
@@ -113,7 +113,12 @@ def shortlist(candidates: Iterable[Traits], arch: ArchSpec, always: Sequence[Tra
 
 
 def _is_for_few_steps(traits: Traits) -> bool:
-    """Whether one block stores and loads while others compute, which the estimate, of a long loop's steps, misses."""
+    """Whether traits are for loops of a few steps, of which the estimate, made of a long loop's, says little.
+
+    One block stores and loads while others compute, or a block stores what others would add to memory.
+    """
+    if getattr(traits, "lone_tiles", False):
+        return True
     return isinstance(traits, FwdTraitsSm90) and not traits.splits and traits.blocks_per_sm > 1
 
 

@@ -203,7 +203,7 @@
           "backward",
           { panel: "rP", step: "wgmma_dv", instruction: 0 },
           "dV += Pᵀ dO with P in registers",
-          "step, cuteflash/kernels/sm90/bwd_mma.py; compute_dq, cuteflash/kernels/sm90/bwd_dq_product.py; add_dq, cuteflash/kernels/sm90/bwd_load.py",
+          "step, cuteflash/kernels/sm90/bwd_mma.py; compute_dq, cuteflash/kernels/sm90/bwd_dq_product.py; take_dq, cuteflash/kernels/sm90/bwd_dq_store.py",
         ),
         checks(
           [

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 import cuteflash
-from tests.gpu.checks import Case
+from cuteflash.arguments import BwdOptions
+from tests.gpu.checks import Case, poisoned
 from tests.gpu.gradients import Upstream, assert_repeats, assert_right, check, gradients, small, upstream
-from tests.gpu.test_forward import HEAD_DIM_PAIRS, HEAD_DIMS, LENGTHS, MASKS, WINDOWS
+from tests.gpu.test_forward import EDGES, HEAD_DIM_PAIRS, HEAD_DIMS, LENGTHS, MASKS, WINDOWS
 from tests.gpu.test_memory import BEYOND, LAYOUTS, interleaved
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +48,23 @@ def test_value_head_dim_may_differ(pair: tuple[int, int], family: str, device: t
 def test_lengths(lengths: tuple[int, int], head_dim: int, mask: str, family: str, device: torch.device) -> None:
     case = dataclasses.replace(MASKS[mask], seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=head_dim)
     check(small(device, case), family, device)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("rows", ["tiny", "small", "brief", "short", "long"])
+def test_rows_of_every_class_compute_all_lengths(
+    rows: str, head_dim: int, mask: str, family: str, cuda: torch.device
+) -> None:
+    for lengths in (*((n, n) for n in EDGES), (203, 113), (517, 20), (20, 517), (517, 517)):
+        case = dataclasses.replace(MASKS[mask], seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=head_dim)
+        inputs = dataclasses.replace(case, heads=4, kv_heads=2).inputs(cuda)
+        given = upstream(inputs, case)
+        options = BwdOptions(None, *case.bounds, family=family, lengths=rows)
+        with poisoned():
+            out, lse = torch.ops.cuteflash.fwd_lse(*inputs, None, *case.bounds)
+            got = torch.ops.cuteflash.bwd(given.out, *inputs, out, lse, given.lse, *options)
+        assert_right(inputs, given, case, got)
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -318,10 +318,13 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
         (("--kernel", "mla", "--all", "--heads", "64", "-o", "x"), "--heads is given without kernel mla, or with"),
         ((*ROW, "--transposed-v"), "transposed_v is True; allowed with 'bf16': False"),
         (("--all", "--transposed-v", "-o", "x"), "--transposed-v is given with --all"),
-        ((*ROW, "--lengths", "middling"), "lengths is 'middling'; allowed: decode, tiny, brief, short, medium, long"),
+        (
+            (*ROW, "--lengths", "middling"),
+            "lengths is 'middling'; allowed: decode, tiny, small, brief, short, medium, long",
+        ),
         (
             (*ROW, "--lengths", "short,long"),
-            "lengths is 'short,long'; allowed: one of decode, tiny, brief, short, medium, long",
+            "lengths is 'short,long'; allowed: one of decode, tiny, small, brief, short, medium, long",
         ),
         (("--all", "--lengths", "long", "-o", "x"), "--lengths is given with --all, which shows every row"),
         ((*ROW, "--family", "sm100"), "family is 'sm100'; allowed: sm80, sm90"),

@@ -8,6 +8,7 @@ the last running fastest. So the main kernel's additions and the loads here are 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Protocol
 
 import cutlass
@@ -88,10 +89,10 @@ class BwdFinish:
         """Launch it; `scale` is the factor of dQ, `tensors` are as `batched` returns them."""
         parts = self.main.dq_parts()
         views = WorkspaceTensors.of(tensors.workspace, workspace, packed.cu_seqlens_q)
-        tiles = WorkspaceTiles.of(self.traits, tensors, packed, workspace)
+        tiles = WorkspaceTiles.of(self.traits, self.main.problem, tensors, packed, workspace, skips_lone=True)
         self.kernel.set_name_prefix("flash_bwd_finish", remove_cutlass_symbol=True)
         self.kernel(rows_first(tensors.dq), views, tiles, scale).launch(
-            grid=(tiles.order.size(), 1, 1),
+            grid=(tiles.blocks(), 1, 1),
             block=(len(parts.origins) * parts.threads, 1, 1),
             stream=stream,
             use_pdl=self.traits.early_launch,
@@ -105,11 +106,11 @@ class BwdFinish:
         if const_expr(self.traits.early_launch):
             cute.arch.griddepcontrol_wait()  # all blocks: the launch after this one waits for no other
         if place.has_sum:
-            self.finish(gDQ, views, place, scale, stage)
+            tiles.each_head(place, functools.partial(self.finish, gDQ, views, scale, stage))
 
     @cute.jit
     def finish(
-        self, gDQ: cute.Tensor, views: WorkspaceTensors, place: WorkspacePlace, scale: Float32, stage: cute.Tensor
+        self, gDQ: cute.Tensor, views: WorkspaceTensors, scale: Float32, stage: cute.Tensor, place: WorkspacePlace
     ):
         """The tile at `place`, whose sum is in memory."""
         thread = cute.arch.thread_idx()[0]

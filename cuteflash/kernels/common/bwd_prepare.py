@@ -15,6 +15,8 @@ memory: a block loads the rows of a whole tile before it adds up the first.
 
 from __future__ import annotations
 
+import functools
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -49,18 +51,22 @@ class BwdPrepare:
         self.problem = problem
         self.chunks = problem.operands.head_dim_v // ALIGN_ELEMENTS
         self.lanes = lanes_of_row(self.chunks)
+        self.skips_lone = traits.lone_blocks and problem.scores.sink is None  # a sink's gradient needs all rows
 
     def launch(
         self, tensors: BwdTensors, packed: PackedTensors, sinks: SinkTensors, workspace: Workspace, stream
     ) -> None:
         """Launch it; `workspace` says where the results go, `tensors` are as `batched` returns them."""
         views = WorkspaceTensors.of(tensors.workspace, workspace, packed.cu_seqlens_q)
-        tiles = WorkspaceTiles.of(self.traits, tensors, packed, workspace)
+        tiles = WorkspaceTiles.of(self.traits, self.problem, tensors, packed, workspace, self.skips_lone)
         self.kernel.set_name_prefix("flash_bwd_prepare", remove_cutlass_symbol=True)
         self.kernel(
             rows_first(tensors.o), rows_first(tensors.do), tensors.lse, tensors.dlse, views, tiles, sinks
         ).launch(
-            grid=(tiles.order.size(), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.traits.early_launch
+            grid=(tiles.blocks(), 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=self.traits.early_launch,
         )
 
     @cute.kernel
@@ -78,8 +84,8 @@ class BwdPrepare:
             cute.arch.griddepcontrol_wait()  # for whatever is launched before, which may make what is read here
             cute.arch.griddepcontrol_launch_dependents()  # the main kernel may read all inputs but this one's results
         place = tiles.place(cute.arch.block_idx()[0])
-        if place.exists:
-            self.prepare(gO, gDO, (mLSE, mDLSE), views, place, sinks)
+        if tiles.has_work(place):
+            tiles.each_head(place, functools.partial(self.prepare, gO, gDO, (mLSE, mDLSE), views, sinks))
 
     @cute.jit
     def prepare(
@@ -88,8 +94,8 @@ class BwdPrepare:
         gDO: cute.Tensor,
         statistics: tuple,
         views: WorkspaceTensors,
-        place: WorkspacePlace,
         sinks: SinkTensors,
+        place: WorkspacePlace,
     ):
         """The tile at `place`, which has a row."""
         mLSE, mDLSE = statistics

@@ -10,12 +10,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
 from cuteflash.arguments import BwdTensors, PackedTensors
-from cuteflash.core.launch import flat_order, lengths_of
-from cuteflash.core.lengths import Index, Lengths
+from cuteflash.core.bwd_launch import LONE_HEADS, flat_order
+from cuteflash.core.launch import lengths_of
+from cuteflash.core.lengths import Index, Lengths, Sequence
 from cuteflash.core.schedule import Order, TileOrder
-from cuteflash.core.tile import is_lone
+from cuteflash.core.tile import holds_dq, is_lone
 from cuteflash.core.tile_numbers import first_tile
 from cuteflash.core.workspace import PARTS, Workspace
+from cuteflash.problem import BwdProblem, MaskKind
 from cuteflash.traits.base import BwdTraits
 
 
@@ -118,7 +120,7 @@ class WorkspacePlace:
 
     Attributes:
         m_block: which tile of its head and sequence it is.
-        head: query head.
+        head: query head; the first of them if a block takes several.
         sequence: its sequence's number in the batch.
         batch: entry of the batch mode; packed sequences have one entry.
         first_row: its first row, counted as Q and O are.
@@ -139,27 +141,58 @@ class WorkspacePlace:
 
 @dataclasses.dataclass(frozen=True)
 class WorkspaceTiles:
-    """All query tiles of a workspace; `lone_tiles` as in `BwdTraits`."""
+    """All query tiles of a workspace, for a kernel that has work at each, or with `skips_lone` only where dQ is a sum.
+
+    `lone_tiles` as in `BwdTraits`.
+    """
 
     order: Order
+    heads: Int32
+    heads_per_kv: Int32
+    heads_at_once: cutlass.Constexpr[int]  # of a block, with the same tile of each
     lengths: Lengths
     is_packed: cutlass.Constexpr[bool]
+    skips_lone: cutlass.Constexpr[bool]
     lone_tiles: cutlass.Constexpr[bool]
+    held_dq: cutlass.Constexpr[int]
+    mask: cutlass.Constexpr[MaskKind]
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
 
     @classmethod
-    def of(cls, traits: BwdTraits, tensors: BwdTensors, packed: PackedTensors, workspace: Workspace) -> Self:
+    def of(
+        cls,
+        traits: BwdTraits,
+        problem: BwdProblem,
+        tensors: BwdTensors,
+        packed: PackedTensors,
+        workspace: Workspace,
+        skips_lone: bool,
+    ) -> Self:
         """The tiles of a call; `tensors` as `batched` returns them."""
-        is_packed = packed.cu_seqlens_q is not None
+        is_packed, skips_lone = packed.cu_seqlens_q is not None, skips_lone and traits.lone_tiles
+        at_once = LONE_HEADS if is_packed and skips_lone else 1
+        heads = workspace.heads if at_once == 1 else (workspace.heads + at_once - 1) // at_once
         order: Order
         if is_packed:
-            rows, alike = tensors.q.shape[1], traits.lone_tiles
-            order = flat_order(packed.cu_seqlens_q, rows, workspace.heads, workspace.tile_m, alike)
+            rows, alike = tensors.q.shape[1], traits.lone_blocks
+            order = flat_order(packed.cu_seqlens_q, rows, heads, workspace.tile_m, alike)
         else:
-            order = TileOrder(workspace.tiles, workspace.heads, workspace.batch, Int32(1), longest_first=False)
-        lengths = lengths_of(tensors, packed)
-        return cls(order, lengths, is_packed, traits.lone_tiles, workspace.tile_m, traits.tile_n)
+            order = TileOrder(workspace.tiles, heads, workspace.batch, Int32(1), longest_first=False)
+        heads = workspace.heads, workspace.heads // tensors.k.shape[2], at_once
+        lone = skips_lone, traits.lone_tiles, 0 if is_packed else traits.held_dq
+        tile = problem.scores.mask, workspace.tile_m, traits.tile_n
+        return cls(order, *heads, lengths_of(tensors, packed), is_packed, *lone, *tile)
+
+    def blocks(self) -> Int32:
+        """How many blocks to launch, at least 1: the host knows if there is nothing to do in a dense batch."""
+        if not self.skips_lone or not self.lengths.are_known:
+            return self.order.size()
+        return Int32(cutlass.select_(self._is_lone(self.lengths), 1, self.order.size()))
+
+    def has_work(self, place: WorkspacePlace) -> Boolean | bool:
+        """Whether there is something to do at a tile."""
+        return place.has_sum if self.skips_lone else place.exists
 
     def place(self, index: Int32) -> WorkspacePlace:
         """The tile with number `index`; a whole warp calls it."""
@@ -169,10 +202,10 @@ class WorkspaceTiles:
         rows = lengths.seqlen_q - first
         exists = has_sum = rows > 0 if self.is_packed else True
         if self.lone_tiles:
-            has_sum = exists & cutlass.not_(is_lone(lengths.seqlen_q, lengths.seqlen_k, self.tile_m, self.tile_n))
+            has_sum = exists & cutlass.not_(self._is_lone(lengths))
         return WorkspacePlace(
             m_block=m_block,
-            head=head,
+            head=head * self.heads_at_once,
             sequence=sequence,
             batch=0 if self.is_packed else sequence,
             first_row=lengths.first_q + first,
@@ -180,6 +213,27 @@ class WorkspaceTiles:
             exists=exists,
             has_sum=has_sum,
         )
+
+    def _is_lone(self, lengths: Lengths | Sequence) -> Boolean:
+        """Whether dQ of a sequence is stored by the block that computes it."""
+        seqlen_q, seqlen_k = lengths.seqlen_q, lengths.seqlen_k
+        if self.held_dq:
+            return holds_dq(seqlen_q, seqlen_k, self.mask, self.heads_per_kv, self.tile_m, self.held_dq)
+        return is_lone(seqlen_q, seqlen_k, self.mask, self.tile_n)
+
+    def each_head(self, place: WorkspacePlace, work: cutlass.Constexpr) -> None:
+        """Call `work(place)` with each head that a block takes of the tile at `place`; a whole block calls it."""
+        if self.heads_at_once == 1:
+            work(place)
+        else:
+            self._each_of_several(place, work)
+
+    @cute.jit
+    def _each_of_several(self, place: WorkspacePlace, work: cutlass.Constexpr):
+        end = cutlass.min(place.head + self.heads_at_once, self.heads)
+        for head in cutlass.range(place.head, end, unroll=1):
+            work(dataclasses.replace(place, head=head))
+            cute.arch.sync_threads()  # what a head has in shared memory has been read
 
 
 def workspace_of(traits: BwdTraits, tensors: BwdTensors, packed: PackedTensors) -> Workspace:

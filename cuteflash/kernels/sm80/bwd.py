@@ -6,12 +6,16 @@
     dO, delta ──cp.async──► sdO[s]    dV += P^T dO       dK += dS^T Q
                                       dQ = dS K ──add──► fp32 sum in memory
 
-A kernel before this one computes delta = rowsum(dO O) and clears the sum, one after it rounds the sum to dQ. The query
-heads of one KV head are visited in turn by the same block, which sums up their dK and dV in registers. In a
-deterministic backward blocks take turns at adding to a tile of dQ (`bwd_turns.py`). Not here: dropout, ALiBi.
+A kernel before this one computes delta = rowsum(dO O) and clears the sum, one after it rounds the sum to dQ. With
+`lone_tiles` the only block of a sequence does all of that itself: it loads O, too, and each tensor crosses memory once
+(`bwd_lone.py`). The query heads of one KV head are visited in turn by the same block, which sums up their dK and dV in
+registers. In a deterministic backward blocks take turns at adding to a tile of dQ (`bwd_turns.py`). Not here: dropout,
+ALiBi.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import cutlass
 import cutlass.cute as cute
@@ -21,8 +25,10 @@ from cutlass.memory import SmemAllocator
 from cuteflash.arguments import BwdArguments
 from cuteflash.atoms import row_copies
 from cuteflash.atoms import sm80 as atoms
+from cuteflash.core.bwd_launch import BwdLaunch
 from cuteflash.core.bwd_signature import bwd_fake_args
-from cuteflash.core.launch import BwdLaunch, batched
+from cuteflash.core.launch import batched
+from cuteflash.core.scores import computed_here
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.views import rows_first
 from cuteflash.kernels.common.bwd_finish import BwdFinish, DqParts
@@ -30,6 +36,7 @@ from cuteflash.kernels.common.bwd_prepare import BwdPrepare
 from cuteflash.kernels.common.workspace import WorkspaceTensors, workspace_of
 from cuteflash.kernels.sm80.bwd_barriers import sync_warps
 from cuteflash.kernels.sm80.bwd_bundles import (
+    Block,
     BwdOperands,
     BwdTiles,
     Gradients,
@@ -37,6 +44,7 @@ from cuteflash.kernels.sm80.bwd_bundles import (
     QuerySources,
 )
 from cuteflash.kernels.sm80.bwd_load import store_rows
+from cuteflash.kernels.sm80.bwd_lone import lone_rows
 from cuteflash.kernels.sm80.bwd_mma import accumulate, make_gradients
 from cuteflash.kernels.sm80.bwd_products import stage_rows
 from cuteflash.kernels.sm80.bwd_turns import await_each_turn, pass_each_turn
@@ -56,6 +64,7 @@ class FlashBwdSm80:
     def __init__(self, traits: BwdTraitsSm80, problem: BwdProblem) -> None:
         self.traits = traits
         self.problem = problem
+        self.has_delta = not traits.lone_tiles or problem.scores.sink is not None
         self.turns_apart = problem.is_deterministic and traits.turn_warpgroup
         self.turns_between = problem.is_deterministic and not self.turns_apart  # by a warp that computes, too
         self.turn_threads = WARPGROUP if self.turns_apart or traits.idle_warpgroup else 0
@@ -106,7 +115,7 @@ class FlashBwdSm80:
         views = WorkspaceTensors.of(tensors.workspace, workspace, packed.cu_seqlens_q)
         operands = BwdOperands(
             *(rows_first(x) for x in (tensors.q, tensors.k, tensors.v, tensors.do, tensors.dk, tensors.dv)),
-            gdQ=rows_first(tensors.dq) if self.traits.lone_tiles else None,
+            lone=lone_rows(self, tensors) if self.traits.lone_tiles else None,
         )
         BwdPrepare(self.traits, self.problem).launch(tensors, packed, sinks, workspace, stream)
         self.kernel.set_name_prefix("flash_bwd_sm80", remove_cutlass_symbol=True)
@@ -121,71 +130,104 @@ class FlashBwdSm80:
 
     @cute.kernel
     def kernel(self, operands: BwdOperands, workspace: WorkspaceTensors, launch: BwdLaunch):
-        thread = cute.arch.thread_idx()[0]
+        base = SmemAllocator().allocate_array(cutlass.Uint8, self.traits.smem_bytes, byte_alignment=SMEM_ALIGN)
+        block = Block(operands, workspace, self.make_tiles(base), cute.arch.thread_idx()[0])
         tile = launch.tile(cute.arch.block_idx()[0])
+        if const_expr(self.traits.lone_tiles and self.problem.storage.k == "varlen"):
+            tile = tile.uniform()  # sums over lanes need not ask which of them are here
         work = KeyWork(launch, tile, tile.query_blocks(), self.is_descending)
         if const_expr(self.problem.storage.k == "dense"):
-            self.work_on(operands, workspace, work, thread)
+            self.work_on(block, work)
         elif tile.exists():
-            self.work_on(operands, workspace, work, thread)
+            if const_expr(launch.heads_at_once is None):
+                self.work_on(block, work)
+            else:
+                self.work_on_heads(block, work)
 
     @cute.jit
-    def work_on(self, operands: BwdOperands, workspace: WorkspaceTensors, work: KeyWork, thread: Int32):
-        """What the warps of a block do for a key tile that exists."""
+    def work_on_heads(self, block: Block, work: KeyWork):
+        """`work_on` of each head that the block takes of a key tile."""
+        launch = work.launch
+        first = work.tile.head * launch.heads_at_once
+        for head in cutlass.range(first, cutlass.min(first + launch.heads_at_once, launch.heads), unroll=1):
+            self.work_on(block, dataclasses.replace(work, tile=dataclasses.replace(work.tile, head=head)))
+            cute.arch.sync_threads()  # what is in shared memory has been read
+
+    @cute.jit
+    def work_on(self, block: Block, work: KeyWork):
+        """What a block does for a key tile that exists. Lone tiles have code of their own.
+
+        What one of the two needs is computed there: computed before, it would take registers in the other, too.
+        """
+        if const_expr(block.operands.lone is None):
+            self.divide(block, work)
+        else:
+            here = dataclasses.replace(block, thread=computed_here(block.thread))
+            if work.tile.is_lone():
+                self.divide(here, found_here(work, 0))
+            else:
+                operands = dataclasses.replace(block.operands, lone=None)
+                n_block = computed_here(work.tile.n_block)
+                self.divide(dataclasses.replace(here, operands=operands), found_here(work, n_block))
+
+    @cute.jit
+    def divide(self, block: Block, work: KeyWork):
+        """What the warps of a block do for a key tile."""
         traits = self.traits
         if const_expr(self.turn_threads == 0):
-            self.differentiate(operands, workspace, work, thread)
+            self.differentiate(block, work)
         else:
             warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
             if warp < traits.num_warps:
                 cute.arch.setmaxregister_increase(traits.mma_regs(get_arch("sm_90a")))
-                self.differentiate(operands, workspace, work, thread)
+                self.differentiate(block, work)
             else:
                 cute.arch.setmaxregister_decrease(TURN_REGS)
                 if const_expr(self.turns_apart):
                     if warp == traits.num_warps:
-                        await_each_turn(self, workspace, work, lane)
+                        await_each_turn(self, block.workspace, work, lane)
                     elif warp == traits.num_warps + 1:
-                        pass_each_turn(self, workspace, work, lane)
+                        pass_each_turn(self, block.workspace, work, lane)
 
     @cute.jit
-    def differentiate(self, operands: BwdOperands, workspace: WorkspaceTensors, work: KeyWork, thread: Int32):
+    def differentiate(self, block: Block, work: KeyWork):
         """The gradients of a key tile."""
-        base = SmemAllocator().allocate_array(cutlass.Uint8, self.traits.smem_bytes, byte_alignment=SMEM_ALIGN)
-        tiles = self.make_tiles(base)
-        g = make_gradients(self, tiles, work, thread)
+        g = make_gradients(self, block.tiles, work, block.thread)
         g.acc_dK.fill(0.0)
         g.acc_dV.fill(0.0)
         if work.blocks.hi > work.blocks.lo:
-            self.load_keys(operands, tiles, work, thread)
-            accumulate(self, g, self.query_sources(operands, workspace, tiles, work, thread), work)
-        self.write_gradients(operands, g, tiles, work)
+            self.load_keys(block, work)
+            accumulate(self, g, self.query_sources(block, work), work)
+        self.write_gradients(block, g, work)
 
     @cute.jit
-    def load_keys(self, operands: BwdOperands, tiles: BwdTiles, work: KeyWork, thread: Int32):
+    def load_keys(self, block: Block, work: KeyWork):
         """Issue the copies of K and V."""
         rows = work.tile.mask.seqlen_k - work.tile.first_key
-        for gX, sX in ((operands.gK, tiles.sK), (operands.gV, tiles.sV)):
-            source = make_kv_source(self, self.key_rows(gX, work), sX, thread)
+        for gX, sX in ((block.operands.gK, block.tiles.sK), (block.operands.gV, block.tiles.sV)):
+            source = make_kv_source(self, self.key_rows(gX, work), sX, block.thread)
             load_kv(source, work.tile.n_block, 0, rows)
 
-    def query_sources(
-        self, operands: BwdOperands, workspace: WorkspaceTensors, tiles: BwdTiles, work: KeyWork, thread: Int32
-    ) -> QuerySources:
+    def query_sources(self, block: Block, work: KeyWork) -> QuerySources:
         """This thread's share of the loads of Q, dO and the row statistics."""
-        tile = work.tile
+        tile, operands = work.tile, block.operands
 
         def rows(gX: cute.Tensor | None) -> cute.Tensor | None:
             if gX is None:
                 return None
-            gX = gX[None, None, None, tile.batch]
-            return gX if self.problem.storage.q == "dense" else cute.domain_offset((tile.first_q, 0, 0), gX)
+            between = (None,) * (cute.rank(gX) - 1)
+            gX = gX[*between, tile.batch]
+            if self.problem.storage.q == "dense":
+                return gX
+            return cute.domain_offset((tile.first_q, *(0 for _ in between[1:])), gX)
 
         return QuerySources(
-            *(rows(gX) for gX in (operands.gQ, operands.gdO, operands.gdQ)),
-            workspace=workspace,
-            tiles=tiles,
-            thread=thread,
+            rows(operands.gQ),
+            rows(operands.gdO),
+            lone=None if operands.lone is None else operands.lone.map(rows),
+            workspace=block.workspace,
+            tiles=block.tiles,
+            thread=block.thread,
             seqlen_q=tile.mask.seqlen_q,
             first_head=work.first_head,
             sequence=tile.sequence,
@@ -197,17 +239,17 @@ class FlashBwdSm80:
         return rows if self.problem.storage.k == "dense" else cute.domain_offset((work.tile.first_k, 0), rows)
 
     @cute.jit
-    def write_gradients(self, operands: BwdOperands, g: Gradients, tiles: BwdTiles, work: KeyWork):
+    def write_gradients(self, block: Block, g: Gradients, work: KeyWork):
         """Round dK and dV, stage them in the place of K and V, and store their rows."""
         rows = work.tile.mask.seqlen_k - work.tile.first_key
-        sdK, sdV = (sX[None, None, 0] for sX in (tiles.sK, tiles.sV))
+        sdK, sdV = (sX[None, None, 0] for sX in (block.tiles.sK, block.tiles.sV))
         sync_warps(self)  # every warp has read K and V
         stage_rows(self, g.mma_dkv, g.thread, (g.acc_dK, work.launch.softmax_scale), sdK)
         stage_rows(self, g.mma_dkv, g.thread, (g.acc_dV, Float32(1.0)), sdV)
         sync_warps(self)
         for sX, gX, head_dim in (
-            (sdK, operands.gdK, self.problem.operands.head_dim),
-            (sdV, operands.gdV, self.problem.operands.head_dim_v),
+            (sdK, block.operands.gdK, self.problem.operands.head_dim),
+            (sdV, block.operands.gdV, self.problem.operands.head_dim_v),
         ):
             store_rows(self, sX, self.key_rows(gX, work), work.tile.n_block, rows, head_dim, g.thread)
 
@@ -230,6 +272,15 @@ class FlashBwdSm80:
             sdO=tile("do", traits.tile_m, traits.head_dim_v, traits.stages),
             sdS=tile("ds", traits.tile_n, traits.tile_m),
             sP=tile("p", traits.tile_n, traits.tile_m) if "p" in plan else None,
+            sO=tile("o", traits.tile_m, traits.head_dim_v, traits.stages) if "o" in plan else None,
             sLSE=numbers("lse"),
             sDelta=numbers("delta"),
         )
+
+
+def found_here(work: KeyWork, n_block: Int32 | int) -> KeyWork:
+    """The same of another key tile of the sequence, of whose place nothing is computed before the branch this is in."""
+    place = {name: getattr(work.tile, name) for name in ("head", "sequence", "batch", "first_q", "first_k")}
+    # Of packed sequences the entry of the batch mode is 0.
+    here = {name: computed_here(value) for name, value in place.items() if not isinstance(value, int)}
+    return dataclasses.replace(work, tile=dataclasses.replace(work.tile, **here)).of_tile(n_block)

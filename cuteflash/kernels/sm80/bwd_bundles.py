@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cuteflash.atoms import sm80 as atoms
-from cuteflash.core.launch import BwdLaunch
+from cuteflash.core.bwd_launch import BwdLaunch
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.tile import KeyTile, QueryBlocks
 from cuteflash.kernels.common.workspace import WorkspaceTensors
 from cuteflash.problem import MaskKind
+
+
+@dataclasses.dataclass(frozen=True)
+class LoneRows:
+    """What only lone tiles touch of the query rows.
+
+    Attributes:
+        gdQ: (rows, columns, heads, batch), then without the batch.
+        gO: likewise; None if a kernel before this one computes delta, as with sinks, whose gradient needs it.
+        lse, dlse: (rows, heads, batch), likewise; dlse is None for a problem without it, too.
+    """
+
+    gdQ: cute.Tensor
+    gO: cute.Tensor | None
+    lse: cute.Tensor | None
+    dlse: cute.Tensor | None
+
+    def map(self, change: Callable[[cute.Tensor | None], cute.Tensor | None]) -> LoneRows:
+        """The same of changed tensors."""
+        return LoneRows(*(change(getattr(self, field.name)) for field in dataclasses.fields(self)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +47,7 @@ class BwdOperands:
     gdO: cute.Tensor
     gdK: cute.Tensor
     gdV: cute.Tensor
-    gdQ: cute.Tensor | None  # of traits with `lone_tiles`
+    lone: LoneRows | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +60,19 @@ class BwdTiles:
     sdO: cute.Tensor  # (tile_m, head_dim_v, stages)
     sdS: cute.Tensor  # (tile_n, tile_m)
     sP: cute.Tensor | None  # (tile_n, tile_m); None if P stays in registers
+    sO: cute.Tensor | None  # (tile_m, head_dim_v, stages); None without lone tiles
     sLSE: cute.Tensor  # (tile_m, stages) fp32
     sDelta: cute.Tensor  # (tile_m, stages) fp32
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """What a block works with, and which of its threads this is."""
+
+    operands: BwdOperands
+    workspace: WorkspaceTensors
+    tiles: BwdTiles
+    thread: Int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +80,8 @@ class QuerySources:
     """What the loads of Q, dO and the row statistics need.
 
     Attributes:
-        gQ, gdO, gdQ: (rows, columns, heads) of the batch entry; gdQ is None without `lone_tiles`.
+        gQ, gdO: (rows, columns, heads) of the batch entry.
+        lone: of a lone tile; None of any other.
         seqlen_q: rows of Q and dO.
         first_head: the first query head of the KV head.
         sequence: the sequence's number in the batch.
@@ -56,13 +89,18 @@ class QuerySources:
 
     gQ: cute.Tensor
     gdO: cute.Tensor
-    gdQ: cute.Tensor | None
+    lone: LoneRows | None
     workspace: WorkspaceTensors
     tiles: BwdTiles
     thread: Int32
     seqlen_q: Int32
     first_head: Int32
     sequence: Int32
+
+    @property
+    def sums_rows(self) -> bool:
+        """Whether the block computes delta."""
+        return self.lone is not None and self.lone.gO is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +156,11 @@ class KeyWork:
     tile: KeyTile
     blocks: QueryBlocks
     is_descending: cutlass.Constexpr[bool]
+
+    def of_tile(self, n_block: Int32 | int) -> KeyWork:
+        """The same of another key tile of the sequence."""
+        tile = dataclasses.replace(self.tile, n_block=n_block, first_key=n_block * self.tile.tile_n)
+        return dataclasses.replace(self, tile=tile, blocks=tile.query_blocks())
 
     @property
     def first_head(self) -> Int32:

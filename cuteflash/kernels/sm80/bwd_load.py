@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 from cuteflash.kernels.sm80.bundles import KvSource
 from cuteflash.kernels.sm80.bwd_barriers import sync_warps
 from cuteflash.kernels.sm80.bwd_bundles import KeyWork, QuerySources
+from cuteflash.kernels.sm80.bwd_delta import load_statistics, sum_rows
 from cuteflash.kernels.sm80.load import column_predicate, load_kv
 
 STATISTICS = 4  # fp32 numbers of one 16-byte copy
@@ -43,16 +44,29 @@ def load_queries(
     kernel: cutlass.Constexpr, loads: QuerySources, head: Int32, m_block: Int32, stage: Int32 | int, thread: Int32
 ):
     """Issue the copies of a query block of the `head`-th query head, not committed."""
-    tile_m, operands = kernel.traits.tile_m, kernel.problem.operands
-    head = loads.first_head + head
-    rows = loads.seqlen_q - m_block * tile_m
-    for gX, sX, head_dim in (
-        (loads.gQ, loads.tiles.sQ, operands.head_dim),
-        (loads.gdO, loads.tiles.sdO, operands.head_dim_v),
-    ):
-        load_kv(make_query_source(kernel, gX, sX, head_dim, thread), (m_block, head), stage, rows)
+    operands, place = kernel.problem.operands, (m_block, loads.first_head + head)
+    load_query_rows(kernel, loads, (loads.gQ, loads.tiles.sQ, operands.head_dim), place, stage, thread)
+    load_query_rows(kernel, loads, (loads.gdO, loads.tiles.sdO, operands.head_dim_v), place, stage, thread)
+    if const_expr(loads.sums_rows):
+        load_query_rows(kernel, loads, (loads.lone.gO, loads.tiles.sO, operands.head_dim_v), place, stage, thread)
+        load_statistics(kernel, loads, place, stage, thread)
+    else:
+        load_prepared(kernel, loads, place, stage, thread)
+
+
+def load_query_rows(kernel, loads: QuerySources, rows: tuple, place: tuple, stage: Int32 | int, thread: Int32) -> None:
+    """Issue the copies of a query block at `place`, its (block, head); `rows` are its (source, tiles, columns)."""
+    gX, sX, head_dim = rows
+    count = loads.seqlen_q - place[0] * kernel.traits.tile_m
+    load_kv(make_query_source(kernel, gX, sX, head_dim, thread), place, stage, count)
+
+
+@cute.jit
+def load_prepared(kernel: cutlass.Constexpr, loads: QuerySources, place: tuple, stage: Int32 | int, thread: Int32):
+    """Issue the copies of the row statistics that the kernel before this one has prepared."""
+    m_block, head = place
     tile = loads.workspace.tile(m_block, head, loads.sequence)
-    pieces = tile_m // STATISTICS
+    pieces = kernel.traits.tile_m // STATISTICS
     atom = cute.make_copy_atom(
         cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), cutlass.Float32, num_bits_per_copy=128
     )
@@ -66,9 +80,11 @@ def load_queries(
             )
 
 
-def wait_loads(kernel) -> None:
-    """Wait until all copies are in shared memory, those of every thread."""
+def wait_loads(kernel, loads: QuerySources, m_block: Int32, stage: Int32 | int, thread: Int32) -> None:
+    """Wait until query block `m_block` is in shared memory, the copies of every thread and its row statistics."""
     cute.arch.cp_async_wait_group(0)
+    if loads.sums_rows:
+        sum_rows(kernel, loads, m_block, stage, thread)
     sync_warps(kernel)
 
 
@@ -82,10 +98,10 @@ def load_step(kernel: cutlass.Constexpr, loads: QuerySources, work: KeyWork, pla
         sync_warps(kernel)  # every warp has read the last block
         load_queries(kernel, loads, head, m_block, 0, thread)
         cute.arch.cp_async_commit_group()
-        wait_loads(kernel)
+        wait_loads(kernel, loads, m_block, stage, thread)
     else:
         stage = position & 1
-        wait_loads(kernel)  # and every warp has read the last block
+        wait_loads(kernel, loads, m_block, stage, thread)  # and every warp has read the last block
         next_head, next_block = work.after(head, m_block)
         if next_head < work.launch.heads_per_kv:
             load_queries(kernel, loads, next_head, next_block, stage ^ 1, thread)

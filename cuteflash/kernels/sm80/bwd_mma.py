@@ -4,7 +4,7 @@ S^T = K Q^T             P = exp2(S * scale - LSE), rounded
 dP^T = V dO^T           dS = P (dP - delta), rounded, to shared memory
 dV += P^T dO            P^T and dS^T from registers if warps divide the keys only, else through shared memory
 dK += dS^T Q
-dQ = dS K               added to the sum in memory
+dQ = dS K               added to the sum in memory, or stored if no other block adds to it
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from cuteflash.core.views import acc_as_operand_a, transposed
 from cuteflash.kernels.sm80.bwd_barriers import NamedBarrier, say_added, sync_warps
 from cuteflash.kernels.sm80.bwd_bundles import BwdTiles, Gradients, KeyWork, Operand, QuerySources
 from cuteflash.kernels.sm80.bwd_load import load_queries, load_step, varying
+from cuteflash.kernels.sm80.bwd_lone import store_dq
 from cuteflash.kernels.sm80.bwd_products import (
     accumulate_product,
     accumulator,
@@ -31,7 +32,6 @@ from cuteflash.kernels.sm80.bwd_products import (
     product,
     product_dq,
     set_bounds,
-    store_dq,
     store_scores,
 )
 from cuteflash.kernels.sm80.bwd_turns import await_turns, look_at_turns, pass_last_turns
@@ -76,7 +76,7 @@ def accumulate(kernel: cutlass.Constexpr, g: Gradients, loads: QuerySources, wor
                 m_block = hi - 1 - index if const_expr(work.is_descending) else lo + index
                 step(kernel, g, loads, work, (head, m_block, position), masked)
                 position += 1
-    if const_expr(kernel.turns_between):
+    if const_expr(kernel.turns_between and loads.lone is None):
         sync_warps(kernel)  # every thread has added
         pass_last_turns(kernel, loads, work)
 
@@ -91,10 +91,10 @@ def step(
     masked: cutlass.Constexpr[bool],
 ):
     """One query block; `place` is its (query head, block, number in the loop)."""
-    traits, tiles = kernel.traits, loads.tiles
+    traits, tiles, adds = kernel.traits, loads.tiles, loads.lone is None
     head, m_block, position = place
     stage = load_step(kernel, loads, work, place)
-    seen = look_at_turns(kernel, loads, work, place) if kernel.turns_between else None
+    seen = look_at_turns(kernel, loads, work, place) if kernel.turns_between and adds else None
 
     thread = varying(kernel, g.thread, position)
     k, v = (make_operand(g.mma_s, thread, sX[None, None, 0], is_a=True) for sX in (tiles.sK, tiles.sV))
@@ -113,7 +113,7 @@ def step(
     rdS = rounded_fragment(g.acc_dP, kernel.dtype)
     store_scores(kernel, g.mma_s, thread, rdS, tiles.sdS)
 
-    if const_expr(kernel.turns_between):
+    if const_expr(kernel.turns_between and adds):
         await_turns(kernel, loads, work, place, seen)
     if const_expr(traits.p_in_regs):
         p, dS = Operand(acc_as_operand_a(rP)), Operand(acc_as_operand_a(rdS))
@@ -129,10 +129,8 @@ def step(
     if const_expr(traits.p_in_regs):
         sync_warps(kernel, NamedBarrier.TURN)  # dS is written
     product_dq(kernel, g, tiles, thread)
-    if const_expr(not traits.lone_tiles):
-        add_dq(kernel, g, loads, m_block, head)
-    elif work.tile.is_lone():
-        store_dq(kernel, g, loads, work, (head, stage))
+    if const_expr(not adds):
+        store_dq(kernel, g, loads, work, (head, m_block, stage, thread))
     else:
         add_dq(kernel, g, loads, m_block, head)
     if const_expr(kernel.turns_apart):

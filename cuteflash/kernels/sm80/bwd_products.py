@@ -14,7 +14,6 @@ from cuteflash.core.scores import computed_here
 from cuteflash.core.softmax import exp2
 from cuteflash.core.tile import KeyTile
 from cuteflash.core.views import transposed
-from cuteflash.kernels.sm80.bwd_barriers import sync_warps
 from cuteflash.kernels.sm80.bwd_bundles import (
     BwdTiles,
     Gradients,
@@ -22,7 +21,7 @@ from cuteflash.kernels.sm80.bwd_bundles import (
     Operand,
     QuerySources,
 )
-from cuteflash.kernels.sm80.bwd_load import column_statistics, store_rows
+from cuteflash.kernels.sm80.bwd_load import column_statistics
 
 
 def accumulator(mma: cute.TiledMma, thread: Int32, rows: int, cols: int) -> cute.Tensor:
@@ -128,18 +127,6 @@ def add_dq(kernel, g: Gradients, loads: QuerySources, m_block: Int32, head: Int3
     target = parts.groups(tile.dq, 0, g.thread)
     source = cute.make_tensor(g.acc_dQ.iterator, cute.make_layout(target.shape))
     atoms.add_groups(source, target, kernel.traits.vector_add)
-
-
-@cute.jit
-def store_dq(kernel: cutlass.Constexpr, g: Gradients, loads: QuerySources, work: KeyWork, place: tuple):
-    """Store dQ of a sequence that is one tile, rounded; `place` is its (query head, stage of Q, which is lost)."""
-    head, stage = place
-    sdQ = loads.tiles.sQ[None, None, stage]
-    sync_warps(kernel)  # every warp has read Q
-    stage_rows(kernel, g.mma_dq, g.thread, (g.acc_dQ, work.launch.softmax_scale), sdQ)
-    sync_warps(kernel)
-    gdQ = loads.gdQ[None, None, loads.first_head + head]
-    store_rows(kernel, sdQ, gdQ, Int32(0), loads.seqlen_q, kernel.problem.operands.head_dim, g.thread)
 
 
 @cute.jit

@@ -12,10 +12,13 @@
 A kernel before this one computes delta = rowsum(dO O), one after it rounds the sum to dQ; each begins where the one
 before it ends, and then waits for it. The first block that comes to a tile of dQ stores, the others add
 (`kernels/common/turns.py`), so that nothing has to be cleared. If dQ has to be the same bits in every run, or if it is
-faster, blocks take turns, by ascending key (`cuteflash.core.turns`). The query heads of one KV head are visited in turn
-by the same block, which sums up their dK and dV in registers. Persistent blocks get the tiles of packed sequences from
-the warp that stores dK and dV (`handout.py`), all others find their one tile before the roles part; the descriptors
-clip boxes at a sequence's end (`ragged.py`).
+faster, blocks take turns, by ascending key (`cuteflash.core.turns`). With `lone_tiles` the only block of a sequence
+stores dQ as it does dK and dV, rounded, and nothing is left for the kernel after this one. With `held_dq` that is so
+of more keys, too: a block takes all key tiles of a KV head and holds the sum of dQ, in shared memory or, if there is no
+room, in memory, from where it comes back for the next key tile. The query heads of one KV head are visited in turn by
+the same block, which sums up their dK and dV in registers. Persistent blocks get the tiles of packed sequences from the
+warp that stores dK and dV (`handout.py`), all others find their one tile before the roles part; the descriptors clip
+boxes at a sequence's end (`ragged.py`).
 """
 
 from __future__ import annotations
@@ -33,15 +36,17 @@ from cutlass.memory import SmemAllocator
 from cuteflash.arguments import BwdArguments
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import Handover, StageRing, TmaRing
+from cuteflash.core.bwd_launch import BwdLaunch, held_dq
 from cuteflash.core.bwd_signature import bwd_fake_args
-from cuteflash.core.launch import BwdLaunch, batched
+from cuteflash.core.launch import batched
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.kernels.common.bwd_finish import BwdFinish, DqParts
 from cuteflash.kernels.common.bwd_prepare import BwdPrepare
 from cuteflash.kernels.common.workspace import WorkspaceTensors, workspace_of
 from cuteflash.kernels.sm90.bwd_bundles import Block, Rings, Tiles, Tma
 from cuteflash.kernels.sm90.bwd_dq_product import compute_dq, make_dq_product
-from cuteflash.kernels.sm90.bwd_load import add_dq, load, make_tma, store_gradients, store_until
+from cuteflash.kernels.sm90.bwd_dq_store import take_dq
+from cuteflash.kernels.sm90.bwd_load import load, make_tma, store_gradients, store_until
 from cuteflash.kernels.sm90.bwd_mma import consume, pass_turn
 from cuteflash.kernels.sm90.bwd_visit import visit_key_tiles
 from cuteflash.kernels.sm90.bwd_warpgroup import make_key_warpgroup
@@ -76,9 +81,14 @@ class FlashBwdSm90:
         return self.problem.is_deterministic or (self.traits.in_turn and self.problem.storage.k == "dense")
 
     @property
+    def passes_dq_on(self) -> bool:
+        """Whether the sum of dQ that a block holds goes to memory between key tiles."""
+        return held_dq(self) > 0 and not self.traits.is_dq_apart
+
+    @property
     def runs_at_once(self) -> bool:
         """Whether blocks that wait for each other's turns have their tiles in advance, so that all of them must run."""
-        return self.traits.persistent and self.in_turn and not self.hands_out
+        return self.traits.persistent and self.in_turn and not (self.hands_out or held_dq(self))
 
     def fake_args(self) -> tuple:
         """The arguments that this kernel is compiled with: fakes of `BwdArguments`."""
@@ -129,6 +139,10 @@ class FlashBwdSm90:
         """(tile_m, tile_n, ds_stage)"""
         return atoms.smem_tile_layout(self.dtype, self.traits.tile_m, self.traits.tile_n, self.traits.ds_stage)
 
+    def smem_layout_dq(self) -> cute.ComposedLayout:
+        """(rows, columns, 2 parts) of dQ, rounded: half as wide as the fp32 parts, of which each other one begins."""
+        return atoms.smem_tile_layout(self.dtype, *self.traits.dq_part, 2 * self.traits.dq_stages)
+
     def copy_k(self) -> cute.TiledCopy:
         """sK to the A fragments of S^T, used if K stays in registers."""
         return atoms.load_copy_a(self.dtype, self.tiled_mma_s())
@@ -148,6 +162,10 @@ class FlashBwdSm90:
     def copy_dk(self) -> cute.TiledCopy:
         """The accumulators of dK to the place of K."""
         return atoms.store_copy(self.dtype, self.tiled_mma_dk())
+
+    def copy_dq(self) -> cute.TiledCopy:
+        """The accumulators of dQ, or of dQ^T, to the place of a part of it, rounded."""
+        return atoms.store_copy(self.dtype, self.tiled_mma_dq(), transpose=self.traits.is_dq_transposed)
 
     @cute.jit
     def __call__(self, *arguments):
@@ -188,8 +206,9 @@ class FlashBwdSm90:
         if const_expr(self.hands_out):
             handout = Handout.create(base, traits.smem_handout, most_ahead=HANDED_TILES - 1)
         if warp == 0:
-            for atom in (tma.load_k, tma.load_q, tma.load_v, tma.load_do, tma.store_dk, tma.store_dv):
-                cpasync.prefetch_descriptor(atom)
+            for atom in (tma.load_k, tma.load_q, tma.load_v, tma.load_do, tma.store_dk, tma.store_dv, tma.store_dq):
+                if const_expr(atom is not None):
+                    cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 consumer_warps = traits.mma_warpgroups * WARPGROUP // 32
                 for ring in (rings.q, rings.do):
@@ -247,7 +266,7 @@ class FlashBwdSm90:
             visit(functools.partial(load, self, block))
         for stage in cutlass.range_constexpr(stages):
             if warp == 1 + stage:
-                visit(functools.partial(add_dq, self, block, stage))
+                visit(functools.partial(take_dq, self, block, stage))
                 cute.arch.cp_async_bulk_wait_group(0)
         if warp == 1 + stages:
             if const_expr(block.handout is None):
@@ -269,9 +288,9 @@ class FlashBwdSm90:
         position += 2 * traits.ds_stage
         dq = tuple(
             Handover(barriers + position + 2 * part, barriers + position + 2 * part + 1)
-            for part in range(traits.mma_warpgroups)
+            for part in range(traits.dq_stages)
         )
-        return Rings(**rings, ds=ds, dq=dq, gradients=barriers + position + 2 * traits.mma_warpgroups)
+        return Rings(**rings, ds=ds, dq=dq, gradients=barriers + position + 2 * traits.dq_stages)
 
     def make_tiles(self, base: cute.Pointer) -> Tiles:
         """The shared-memory tensors, laid out by the traits' plan."""
@@ -295,4 +314,5 @@ class FlashBwdSm90:
             sLSE=numbers("lse", traits.tile_m),
             sDelta=numbers("delta", traits.tile_m),
             sdQ=numbers("dq", rows * cols),
+            sdQ_rounded=tile("dq", self.smem_layout_dq()) if traits.lone_tiles else None,
         )

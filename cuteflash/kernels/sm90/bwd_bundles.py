@@ -9,7 +9,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cuteflash.atoms.barriers import Handover, StageRing, TmaRing
-from cuteflash.core.launch import BwdLaunch
+from cuteflash.core.bwd_launch import BwdLaunch
+from cuteflash.core.mask import blocks_of
 from cuteflash.core.tile import KeyTile, QueryBlocks
 from cuteflash.kernels.common.workspace import WorkspaceTensors
 from cuteflash.kernels.sm90.handout import Handout
@@ -22,6 +23,7 @@ class NamedBarrier(enum.IntEnum):
 
     KEYS_READ = 1  # all consumers, and a warpgroup for dQ: K and V have been read, dK and dV may take their place
     TURN = 2  # + warpgroup: this warpgroup may issue its products (ping-pong)
+    DQ_READ = 5  # + part: a warpgroup has read the fp32 sum of its dQ so far, and rounded numbers may take its place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Tma:
     gV: cute.Tensor
     gdK: cute.Tensor
     gdV: cute.Tensor
+    store_dq: cute.CopyAtom | None  # of lone tiles
+    gdQ: cute.Tensor | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Tiles:
     sLSE: cute.Tensor  # (tile_m, q_stage) fp32, times log2(e)
     sDelta: cute.Tensor  # (tile_m, do_stage) fp32
     sdQ: cute.Tensor  # (part elements, parts) fp32, in the order of the fragments
+    sdQ_rounded: cute.Tensor | None  # of lone tiles (rows, columns, 2 parts): every other one begins where a part does
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +98,11 @@ class Block:
     handout: Handout | None  # of packed sequences, if blocks are persistent
     workspace: WorkspaceTensors
 
+    def held_stage(self, head: Int32, m_block: Int32) -> Int32:
+        """The stage of sdQ that holds a query tile of the `head`-th query head of a KV head."""
+        launch = self.launch
+        return head * blocks_of(launch.lengths.seqlen_q, launch.tile_m) + m_block
+
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
@@ -102,12 +112,14 @@ class Visit:
         tile, blocks: its keys, and the query blocks that see some of them.
         wave: position of its K and V in their rings: how many tiles the block visited before.
         start: position of its first Q and dO in theirs: how many steps the block did before.
+        item: how many tiles of the order the block took before: a visit is to one, or to one of its key tiles.
     """
 
     tile: KeyTile
     blocks: QueryBlocks
     wave: Int32
     start: Int32
+    item: Int32
 
 
 def readers_of_keys(traits: BwdTraitsSm90) -> int:

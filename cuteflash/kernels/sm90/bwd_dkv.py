@@ -22,7 +22,7 @@ from cutlass.memory import SmemAllocator
 from cuteflash.arguments import BwdScalars, BwdTensors, PackedTensors
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import StageRing, TmaRing
-from cuteflash.core.launch import BwdLaunch
+from cuteflash.core.bwd_launch import BwdLaunch
 from cuteflash.core.signature import CUTE_DTYPES
 from cuteflash.core.tile import KeyTile
 from cuteflash.core.workspace import Workspace
@@ -124,7 +124,7 @@ class DkvPass:
     def work(self, block: Block, tile: KeyTile, warp: Int32):
         """The part of a warp in a key tile that exists."""
         traits = self.traits
-        visit = Visit(tile, tile.query_blocks(), Int32(0), Int32(0))
+        visit = Visit(tile, tile.query_blocks(), Int32(0), Int32(0), Int32(0))
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(traits.producer_regs)
             if visit.blocks.hi > visit.blocks.lo:

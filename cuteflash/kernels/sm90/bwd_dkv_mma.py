@@ -16,8 +16,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import StageRing, TmaRing
+from cuteflash.core.bwd_launch import BwdLaunch
 from cuteflash.core.convert import round_fragment, rounded_fragment
-from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.scores import ScoreTile
 from cuteflash.core.softmax import exp2
 from cuteflash.core.tile import KeyTile

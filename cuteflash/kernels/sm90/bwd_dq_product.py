@@ -6,10 +6,12 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cuteflash.atoms import sm90 as atoms
+from cuteflash.core.convert import rounded_fragment
+from cuteflash.core.tile import KeyTile
 from cuteflash.core.views import aligned, transposed
 from cuteflash.kernels.sm90.bwd_bundles import Block, NamedBarrier, Tiles, Visit, readers_of_keys
 from cuteflash.traits.sm90 import WARPGROUP
@@ -56,11 +58,11 @@ def make_dq_product(kernel, tiles: Tiles, part: Int32, thread: Int32) -> DqProdu
     )
 
 
-def issue(kernel, dq: DqProduct, ds_stage: Int32, k_stage: Int32) -> None:
-    """Issue the product of a step."""
+def issue(kernel, dq: DqProduct, ds_stage: Int32, k_stage: Int32, accumulate: bool = False) -> None:
+    """Issue the product of a step, perhaps added to what the accumulator holds."""
     ds, k = dq.of_ds[None, None, None, ds_stage], dq.of_k[None, None, None, k_stage]
     a, b = (k, ds) if kernel.traits.is_dq_transposed else (ds, k)
-    atoms.gemm(dq.mma, dq.acc, a, b, accumulate=False)
+    atoms.gemm(dq.mma, dq.acc, a, b, accumulate=accumulate)
 
 
 def has_turn(kernel, dq: DqProduct, position: Int32) -> Boolean | bool:
@@ -78,24 +80,67 @@ def issue_dq(kernel: cutlass.Constexpr, dq: DqProduct, block: Block, position: I
 
 
 @cute.jit
-def stage_dq(kernel: cutlass.Constexpr, dq: DqProduct, block: Block, position: Int32):
-    """Write what a consumer computed of a step's dQ to sdQ."""
-    if has_turn(kernel, dq, position):
+def stage_dq(kernel: cutlass.Constexpr, dq: DqProduct, block: Block, tile: KeyTile, m_block: Int32, position: Int32):
+    """Write what a consumer computed of a step's dQ, of query tile `m_block`, to sdQ."""
+    if const_expr(kernel.passes_dq_on):
+        if block.launch.stores_dq(tile):
+            pass_dq_on(kernel, dq, block, tile, m_block, position)
+        else:
+            block.rings.dq_of(dq.part).acquire(position)
+            put_fragments(dq, block, dq.part)
+    elif has_turn(kernel, dq, position):
         turns = kernel.traits.mma_warpgroups if kernel.traits.dq == "turns" else 1
-        store_dq(dq, block, dq.part, position // turns)
+        put_dq(kernel, dq, block, tile, dq.part, position // turns)
+
+
+@cute.jit
+def pass_dq_on(kernel: cutlass.Constexpr, dq: DqProduct, block: Block, tile: KeyTile, m_block: Int32, position: Int32):
+    """Add to what the key tiles before this one computed of dQ of a query tile, and round it if this is the last."""
+    is_first, is_last = tile.ends_of(m_block)
+    block.rings.dq_of(dq.part).acquire(position + 1)  # released before each step, with the sum so far in it
+    if not is_first:
+        add_fragments(dq, block, dq.part)
+    if is_last:
+        cute.arch.barrier(barrier_id=NamedBarrier.DQ_READ + dq.part, number_of_threads=WARPGROUP)
+        put_rounded(kernel, dq, block, dq.part)
+    else:
+        put_fragments(dq, block, dq.part)
 
 
 @cute.jit
 def publish_dq(kernel: cutlass.Constexpr, dq: DqProduct, block: Block, position: Int32):
-    """Tell the warp that adds to memory of what `stage_dq` wrote, which the async proxy sees by now."""
+    """Tell the warp that takes it of what `stage_dq` wrote, which the async proxy sees by now."""
     if has_turn(kernel, dq, position):
         block.rings.dq_of(dq.part).publish()
 
 
 @cute.jit
-def store_dq(dq: DqProduct, block: Block, stage: Int32, count: Int32):
-    """Fill a stage of sdQ for the `count`-th time: each thread's fragment by 16 bytes, neighbours side by side."""
+def put_dq(kernel: cutlass.Constexpr, dq: DqProduct, block: Block, tile: KeyTile, stage: Int32, count: Int32):
+    """Fill a stage of sdQ for the `count`-th time: for a sum in fp32, or of a lone tile rounded."""
     block.rings.dq_of(stage).acquire(count)
+    if const_expr(not kernel.traits.lone_tiles):
+        put_fragments(dq, block, stage)
+    elif block.launch.stores_dq(tile):
+        put_rounded(kernel, dq, block, stage)
+    else:
+        put_fragments(dq, block, stage)
+
+
+@cute.jit
+def put_rounded(kernel: cutlass.Constexpr, dq: DqProduct, block: Block, stage: Int32):
+    """Fill a stage of sdQ with a part of dQ as it is stored."""
+    for i in cutlass.range_constexpr(cute.size(dq.acc)):
+        dq.acc[i] = dq.acc[i] * block.launch.softmax_scale
+    part = block.tiles.sdQ_rounded[None, None, 2 * stage]
+    if const_expr(kernel.traits.is_dq_transposed):
+        part = transposed(part)
+    copy = kernel.copy_dq().get_slice(dq.thread)
+    cute.copy(copy, copy.retile(rounded_fragment(dq.acc, kernel.dtype)), copy.partition_D(part))
+
+
+@cute.jit
+def put_fragments(dq: DqProduct, block: Block, stage: Int32):
+    """Fill a stage of sdQ: each thread's fragment by 16 bytes, neighbours side by side."""
     chunks = cute.size(dq.acc) // 4
     start = aligned(block.tiles.sdQ[None, stage].iterator + dq.thread * 4, 16)
     target = cute.make_tensor(start, cute.make_layout((4, chunks), stride=(1, 4 * WARPGROUP)))
@@ -103,18 +148,82 @@ def store_dq(dq: DqProduct, block: Block, stage: Int32, count: Int32):
 
 
 @cute.jit
+def take_fragments(dq: DqProduct, block: Block, stage: Int32):
+    """What `put_fragments` put into a stage of sdQ, in the same threads."""
+    chunks = cute.size(dq.acc) // 4
+    start = aligned(block.tiles.sdQ[None, stage].iterator + dq.thread * 4, 16)
+    source = cute.make_tensor(start, cute.make_layout((4, chunks), stride=(1, 4 * WARPGROUP)))
+    cute.autovec_copy(source, cute.make_tensor(dq.acc.iterator, cute.make_layout((4, chunks))))
+
+
+@cute.jit
+def add_fragments(dq: DqProduct, block: Block, stage: Int32):
+    """Add what `put_fragments` put into a stage of sdQ."""
+    chunks = cute.size(dq.acc) // 4
+    start = aligned(block.tiles.sdQ[None, stage].iterator + dq.thread * 4, 16)
+    source = cute.make_tensor(start, cute.make_layout((4, chunks), stride=(1, 4 * WARPGROUP)))
+    acc = cute.make_tensor(dq.acc.iterator, cute.make_layout((4, chunks)))
+    some = cute.make_rmem_tensor((4, 1), Float32)
+    for j in cutlass.range_constexpr(chunks):
+        cute.autovec_copy(cute.local_tile(source, (4, 1), (0, j)), some)
+        for i in cutlass.range_constexpr(4):
+            acc[i, j] = acc[i, j] + some[i, 0]
+
+
+@cute.jit
 def compute_dq(kernel: cutlass.Constexpr, block: Block, dq: DqProduct, visit: Visit):
     """dQ of all steps of a tile, by a warpgroup of its own; then word that it has read K."""
+    block.rings.k.wait(visit.wave)
+    if const_expr(not block.launch.held_dq):
+        hand_over_dq(kernel, block, dq, visit)
+    elif block.launch.stores_dq(visit.tile):
+        hold_dq(kernel, block, dq, visit)
+    else:
+        hand_over_dq(kernel, block, dq, visit)
+    # Not only an arrival: with tiles that no query sees this warpgroup could arrive for the next tile as well.
+    cute.arch.barrier(barrier_id=NamedBarrier.KEYS_READ, number_of_threads=readers_of_keys(kernel.traits))
+
+
+@cute.jit
+def hold_dq(kernel: cutlass.Constexpr, block: Block, dq: DqProduct, visit: Visit):
+    """Add up dQ over all key tiles, each query tile's in a stage of sdQ of its own, and hand it over with the last."""
+    rings, position = block.rings, visit.start
+    for head in cutlass.range(block.launch.heads_per_kv, unroll=1):
+        m_block = visit.blocks.first
+        for _ in cutlass.range(visit.blocks.count, unroll=1):
+            stage = block.held_stage(head, m_block)
+            is_first, is_last = visit.tile.ends_of(m_block)
+            if is_first:
+                dq.acc.fill(0.0)
+            else:
+                take_fragments(dq, block, stage)
+            rings.ds.wait(position)
+            issue(kernel, dq, rings.ds.stage(position), rings.k.stage(visit.wave), accumulate=True)
+            warpgroup.wait_group(0)
+            rings.ds.release(position)
+            if is_first:
+                rings.dq_of(stage).acquire(visit.item)
+            if is_last:
+                cute.arch.barrier(barrier_id=NamedBarrier.DQ_READ, number_of_threads=WARPGROUP)
+                put_rounded(kernel, dq, block, stage)
+                cute.arch.fence_view_async_shared()
+                rings.dq_of(stage).publish()
+            else:
+                put_fragments(dq, block, stage)
+            m_block = visit.blocks.following(m_block)
+            position += 1
+
+
+@cute.jit
+def hand_over_dq(kernel: cutlass.Constexpr, block: Block, dq: DqProduct, visit: Visit):
+    """Hand over dQ of each step."""
     rings, stages = block.rings, kernel.traits.mma_warpgroups
-    rings.k.wait(visit.wave)
     for position in cutlass.range(visit.start, visit.start + block.launch.steps(visit.blocks), unroll=1):
         rings.ds.wait(position)
         issue(kernel, dq, rings.ds.stage(position), rings.k.stage(visit.wave))
         warpgroup.wait_group(0)
         rings.ds.release(position)
         stage = Int32(position % stages)
-        store_dq(dq, block, stage, position // stages)
+        put_dq(kernel, dq, block, visit.tile, stage, position // stages)
         cute.arch.fence_view_async_shared()
         rings.dq_of(stage).publish()
-    # Not only an arrival: with tiles that no query sees this warpgroup could arrive for the next tile as well.
-    cute.arch.barrier(barrier_id=NamedBarrier.KEYS_READ, number_of_threads=readers_of_keys(kernel.traits))

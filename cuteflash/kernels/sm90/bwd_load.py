@@ -1,4 +1,4 @@
-"""The producer warpgroup of the backward: a warp that loads, one for each part of dQ that adds it, one that stores.
+"""The producer warpgroup of the backward: a warp that loads, one for each part of dQ, one that stores.
 
 The last one has time left, and finds the tiles of packed sequences for all roles of a persistent block: see `hand_out`.
 """
@@ -11,15 +11,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Int32
 
 from cuteflash.arguments import BwdTensors
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import TmaRing, wait_phase
 from cuteflash.core.tile import KeyTile
-from cuteflash.core.turns import turn_of
 from cuteflash.core.views import rows_first
-from cuteflash.kernels.common import turns
 from cuteflash.kernels.sm90.bwd_bundles import Block, Tma, Visit
 from cuteflash.kernels.sm90.handout import tile_of_words
 from cuteflash.kernels.sm90.ragged import ragged, sequence_rows
@@ -43,7 +41,11 @@ def make_tma(kernel, tensors: BwdTensors) -> Tma:
     load_v, gV = atoms.tma_load(keys(tensors.v), smem_v, v_box)
     store_dk, gdK = atoms.tma_store(keys(tensors.dk), smem_k, k_box)
     store_dv, gdV = atoms.tma_store(keys(tensors.dv), smem_v, v_box)
-    return Tma(load_q, load_do, load_k, load_v, store_dk, store_dv, gQ, gdO, gK, gV, gdK, gdV)
+    store_dq = gdQ = None
+    if traits.lone_tiles:
+        smem_dq = cute.select(kernel.smem_layout_dq(), mode=[0, 1])
+        store_dq, gdQ = atoms.tma_store(queries(tensors.dq), smem_dq, traits.dq_part)
+    return Tma(load_q, load_do, load_k, load_v, store_dk, store_dv, gQ, gdO, gK, gV, gdK, gdV, store_dq, gdQ)
 
 
 def rows_of(storage: StorageKind) -> Callable[[cute.Tensor], cute.Tensor]:
@@ -159,84 +161,3 @@ def load_statistic(gX: cute.Tensor, sX: cute.Tensor, barrier: cute.Pointer) -> N
     """Load one fp32 number a row of a query tile."""
     with cute.arch.elect_one():
         atoms.bulk_load(sX.iterator, gX.iterator, cute.size(sX) * STATISTIC_BYTES, barrier)
-
-
-@cute.jit
-def add_dq(kernel: cutlass.Constexpr, block: Block, stage: cutlass.Constexpr[int], visit: Visit):
-    """Add a stage of sdQ to memory, step by step; a whole warp calls it, one thread works."""
-    if cute.arch.lane_idx() == 0:
-        add_stage(kernel, block, stage, visit)
-
-
-@cute.jit
-def add_stage(kernel: cutlass.Constexpr, block: Block, stage: cutlass.Constexpr[int], visit: Visit):
-    """`add_dq` of one thread."""
-    position = visit.start
-    for i in cutlass.range(block.launch.heads_per_kv, unroll=1):
-        head = visit.tile.head * block.launch.heads_per_kv + i
-        number = block.workspace.first_number(head, visit.tile.sequence, visit.tile.first_q)
-        add_head(kernel, block, stage, visit, position, number)
-        position += visit.blocks.count
-
-
-@cute.jit
-def add_head(
-    kernel: cutlass.Constexpr,
-    block: Block,
-    stage: cutlass.Constexpr[int],
-    visit: Visit,
-    position: Int32,
-    first_number: Int32,
-):
-    """Add a stage of sdQ to the tiles of one query head, whose first one has that number in the workspace.
-
-    How far the next tile is, is asked for while this one's addition is on its way.
-    """
-    traits, blocks, handover = kernel.traits, visit.blocks, block.rings.dq[stage]
-    rows, cols = traits.dq_part
-    source, part = block.tiles.sdQ[None, stage].iterator, 0 if traits.is_dq_whole else stage
-    m_block, left, use = blocks.first, blocks.count, position
-    stride = traits.mma_warpgroups if const_expr(traits.is_dq_whole) else 1  # steps from one to the next of this stage
-    if const_expr(traits.is_dq_whole):
-        use = position // stride
-        if position % stride != stage:
-            m_block, left, use = blocks.following(m_block), left - 1, (position + 1) // stride
-    seen = Int32(0)
-    if left > 0:
-        seen = turns.seen_turn(block.workspace.turn(first_number + m_block, part))
-    while left > 0:
-        number = first_number + m_block
-        turn = block.workspace.turn(number, part)
-        if const_expr(kernel.in_turn):
-            expected = turn_of(visit.tile.mask, visit.tile.n_block, m_block, traits.tile_m, traits.tile_n)
-            turns.await_turn(turn, seen, expected)
-            is_first = expected == 0
-            handover.wait(use)
-        else:
-            handover.wait(use)
-            is_first = turns.come_first(turn, seen)
-        target = block.workspace.sum(number) + part * rows * cols
-        store_or_add(target, source, rows * cols * 4, is_first)
-        use, left = use + 1, left - stride
-        for _ in cutlass.range_constexpr(stride):
-            m_block = blocks.following(m_block)
-        if left > 0:
-            seen = turns.seen_turn(block.workspace.turn(first_number + m_block, part))
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        handover.release()
-        if const_expr(kernel.in_turn):
-            cute.arch.cp_async_bulk_wait_group(0)
-            turns.pass_turn(turn)
-        elif is_first:
-            cute.arch.cp_async_bulk_wait_group(0)
-            turns.say_stored(turn)
-
-
-@cute.jit
-def store_or_add(target: cute.Pointer, source: cute.Pointer, nbytes: cutlass.Constexpr[int], is_first: Boolean):
-    """Store fp32 of shared memory, or add it to what is there."""
-    if is_first:
-        atoms.bulk_store(target, source, nbytes)
-    else:
-        atoms.bulk_add(target, source, nbytes)
-    cute.arch.cp_async_bulk_commit_group()

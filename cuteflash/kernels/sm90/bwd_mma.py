@@ -56,13 +56,13 @@ def steps(kernel: cutlass.Constexpr, block: Block, wg: KeyWarpgroup, visit: Visi
     step(kernel, block, wg, visit, m_block, visit.start, True)
     # One loop with one body: ptxas makes products wait that are in flight where two paths meet.
     for position in cutlass.range(visit.start + 1, end, unroll=1):
-        m_block = blocks.following(m_block)
-        step(kernel, block, wg, visit, m_block, position, False)
+        previous, m_block = m_block, blocks.following(m_block)
+        step(kernel, block, wg, visit, m_block, position, False, previous)
     if const_expr(wg.dq is not None):
         block.rings.ds.wait(end - 1)
         issue_dq(kernel, wg.dq, block, end - 1, block.rings.k.stage(visit.wave))
         warpgroup.wait_group(0)
-        stage_dq(kernel, wg.dq, block, end - 1)
+        stage_dq(kernel, wg.dq, block, visit.tile, m_block, end - 1)
         cute.arch.fence_view_async_shared()
         publish_dq(kernel, wg.dq, block, end - 1)
 
@@ -76,6 +76,7 @@ def step(
     m_block: Int32,
     position: Int32,
     is_first: cutlass.Constexpr[bool],
+    previous: Int32 | None = None,
 ):
     """One query block. The groups of products in flight, in the order in which they finish, stand at each wait."""
     p, rings, tiles, traits, dq = wg.products, block.rings, block.tiles, kernel.traits, wg.dq
@@ -113,7 +114,7 @@ def step(
     warpgroup.wait_group(1)  # dV, dQ | dK
     rings.do.release(position)
     if const_expr(dq is not None and not is_first):
-        stage_dq(kernel, dq, block, position - 1)
+        stage_dq(kernel, dq, block, visit.tile, previous, position - 1)
     warpgroup.wait_group(0)  # not in the next step: what is in flight where a loop closes takes registers twice
     rings.q.release(position)
     cute.arch.fence_view_async_shared()

@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
+from cuteflash.core.bwd_launch import BwdLaunch
 from cuteflash.core.convert import round_pair, unpack_pair
-from cuteflash.core.launch import BwdLaunch
 from cuteflash.core.scores import ScoreTile, computed_here, stay_a_branch
 from cuteflash.core.softmax import exp2
 from cuteflash.core.views import aligned

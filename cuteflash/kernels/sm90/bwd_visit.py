@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cuteflash.core.launch import BwdLaunch
+from cuteflash.core.bwd_launch import BwdLaunch
 from cuteflash.core.tile import KeyTile
 from cuteflash.kernels.sm90.bwd_bundles import Block, Visit
 from cuteflash.kernels.sm90.handout import visit_tiles
@@ -29,10 +30,27 @@ def visit_key_tiles(kernel: cutlass.Constexpr, block: Block, work: cutlass.Const
 
 @cute.jit
 def visit_tile(
-    kernel: cutlass.Constexpr, launch: BwdLaunch, work: cutlass.Constexpr, tile: KeyTile, wave: Int32, start: Int32
+    kernel: cutlass.Constexpr, launch: BwdLaunch, work: cutlass.Constexpr, tile: KeyTile, item: Int32, start: Int32
 ):
-    """Visit a tile, the block's `wave`-th; returns the position of the step after its last one."""
-    in_turn = kernel.in_turn
-    visit = Visit(tile, tile.query_blocks(is_descending=in_turn, is_spread=not in_turn), wave, start)
+    """Visit a tile of the order, the block's `item`-th; returns the position of the step after its last one."""
+    if const_expr(not launch.held_dq):
+        start = visit_keys(kernel, launch, work, tile, (item, item), start)
+    else:
+        count = launch.key_tiles()
+        for n_block in cutlass.range(count, unroll=1):
+            keys = dataclasses.replace(tile, n_block=n_block, first_key=n_block * launch.tile_n)
+            start = visit_keys(kernel, launch, work, keys, (item * count + n_block, item), start)
+    return start
+
+
+@cute.jit
+def visit_keys(
+    kernel: cutlass.Constexpr, launch: BwdLaunch, work: cutlass.Constexpr, tile: KeyTile, number: tuple, start: Int32
+):
+    """Visit a key tile; `number` is its (wave, item)."""
+    is_shared = not launch.held_dq  # other blocks add to the same dQ at the same time
+    is_descending = is_shared and kernel.in_turn
+    blocks = tile.query_blocks(is_descending, is_spread=is_shared and not kernel.in_turn)
+    visit = Visit(tile, blocks, wave=number[0], start=start, item=number[1])
     work(visit)
     return start + launch.steps(visit.blocks)

@@ -23,7 +23,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from cuteflash.atoms.barriers import wait_phase
-from cuteflash.core.launch import BwdLaunch, Launch
+from cuteflash.core.bwd_launch import BwdLaunch
+from cuteflash.core.launch import Launch
 from cuteflash.core.lengths import Sequence
 from cuteflash.core.schedule import each_tile
 from cuteflash.core.split import each_part
