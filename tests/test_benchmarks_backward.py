@@ -259,7 +259,7 @@ def test_the_command_measures_backwards(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--impls", "fa2-det"], "impls is 'fa2-det'; allowed: sm90, sm80, sm90-det, sm80-det, fa4, fa4-det"),
+        (["--impls", "fa2-det"], "impls is 'fa2-det'; allowed: default, sm90, sm80, sm90-det, sm80-det, fa4, fa4-det"),
         (["--set", "real"], "set is 'real'; allowed: grid, more"),
         (["--traits", '[{"family": "sm80", "tile_m": 64, "tile_n": 64}]'], "traits is given with --backward"),
     ],
