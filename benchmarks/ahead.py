@@ -16,7 +16,7 @@ from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores
 from cuteflash.traits.length_class import length_class_of
 from cuteflash.tune.cells import Cell
 
-from .names import FP8_VT, OURS, UNNAMED, base_of, family_of, is_deterministic, is_fp8
+from .names import FP8_VT, OURS, base_of, family_of, is_deterministic, is_fp8, is_ours
 
 Kernel = tuple[Any, AnyProblem]  # traits and what they are compiled for
 
@@ -46,7 +46,7 @@ def kernels_with_gradients(cells: Iterable[Cell], names: Sequence[str], target: 
     """What forward and backward of cells run, by the tables; without those that no row serves, which fail when run."""
     for cell in cells:
         operands = cell.dtype, cell.head_dim, cell.head_dim_v, cell.mask
-        for name in (name for name in names if base_of(name) in (UNNAMED, *OURS)):
+        for name in filter(is_ours, names):
             backward = BwdProblem.dense(*operands, deterministic=is_deterministic(name))
             for problem in (FwdProblem.dense(*operands, lse=True), backward):
                 with contextlib.suppress(NotImplementedError):

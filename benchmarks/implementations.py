@@ -21,7 +21,7 @@ from cuteflash.tune.variants import Variant
 
 from . import cudnn_fp8
 from .contest import Maker
-from .names import OURS, UNNAMED, base_of, family_of, is_deterministic, is_fp8
+from .names import OURS, UNNAMED, base_of, family_of, is_deterministic, is_fp8, is_ours
 
 NAMES = OURS + PEERS
 
@@ -47,7 +47,7 @@ def attention(name: str, cell: Cell) -> Attention:
     base = base_of(name)
     if base == "materialised":
         return Attention(functools.partial(materialised, causal=cell.mask == "causal"), heads_first=True)
-    if base not in (UNNAMED, *OURS):
+    if not is_ours(name):
         return peer_attention(base, cell, is_deterministic(name))
     options: dict[str, Any] = (
         {"window_size": cell.window} if cell.mask == "window" else {"causal": cell.mask == "causal"}

@@ -50,6 +50,11 @@ def family_of(name: str) -> str | None:
     return None if base == UNNAMED else base
 
 
+def is_ours(name: str) -> bool:
+    """Whether a name is that of a kernel family of this project, or of the one that a call gets."""
+    return base_of(name) in (UNNAMED, *OURS)
+
+
 def is_deterministic(name: str) -> bool:
     """Whether a name asks for a deterministic backward."""
     return name.endswith(DETERMINISTIC)

@@ -125,7 +125,7 @@ def compile_one(kernel: Kernel) -> tuple[str, bool] | None:
         return None
     kernel_cls, traits, problem, target = kernel
     words = f"{kernel_cls.__name__} for {target}: {'; '.join(report.complaints)}: {traits}, {problem}"
-    return words, is_allowed(report.resources, kernel_id(kernel_cls, problem, target))
+    return words, is_allowed(report.resources, kernel_id(kernel_cls, traits, problem, target))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

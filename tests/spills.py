@@ -22,10 +22,10 @@ SPILLS: dict[str, int] = {
     "FlashBwdSm80 sm_90a bf16 256x256 causal softcap": 16,
     "FlashBwdSm80 sm_90a bf16 256x256 window softcap": 28,
     "FlashBwdSm80 sm_90a fp16 256x256 full deterministic": 92,
-    "FlashBwdSm80 sm_90a fp16 256x256 window": 4,
-    "FlashBwdSm80 sm_90a fp16 256x256 window dlse": 4,
-    "FlashBwdSm80 sm_90a bf16 256x256 causal varlen dlse": 12,
-    "FlashBwdSm80 sm_90a fp16 256x256 causal varlen dlse": 12,
+    "FlashBwdSm80 sm_90a lone tiles fp16 256x256 window": 4,
+    "FlashBwdSm80 sm_90a lone tiles fp16 256x256 window dlse": 4,
+    "FlashBwdSm80 sm_90a lone tiles bf16 256x256 causal varlen dlse": 12,
+    "FlashBwdSm80 sm_90a lone tiles fp16 256x256 causal varlen dlse": 12,
     "FlashFwdSm80 sm_90a bf16 40x72 causal": 8,
     "FlashFwdSm80 sm_90a bf16 40x72 causal lse": 44,
     "FlashFwdSm80 sm_90a fp16 24x24 full": 20,
@@ -47,10 +47,14 @@ def is_allowed(used: Resources, name: str) -> bool:
     return is_within and used.warnings == ()
 
 
-def kernel_id(kernel_cls: type, problem: Any, target: str) -> str:
-    """A kernel's name in `SPILLS`: class, target and problem, in words; traits are those that dispatch chooses."""
+def kernel_id(kernel_cls: type, traits: Any, problem: Any, target: str) -> str:
+    """A kernel's name in `SPILLS`: class, target and problem, in words; traits are those that dispatch chooses.
+
+    For short and for long sequences these may differ: in a backward by code for lone tiles.
+    """
     if hasattr(problem, "operands"):
-        return f"{kernel_cls.__name__} {target} {problem_id(problem)}"
+        lone = "lone tiles " if getattr(traits, "lone_tiles", False) else ""
+        return f"{kernel_cls.__name__} {target} {lone}{problem_id(problem)}"
     fields = ((field.name, getattr(problem, field.name), field.default) for field in dataclasses.fields(problem))
     words = (f"{name}={value}" for name, value, default in fields if value != default)
     return " ".join((kernel_cls.__name__, target, *words))

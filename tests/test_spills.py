@@ -110,26 +110,20 @@ def test_what_is_not_listed_may_not_spill_at_all(
     assert is_allowed(used, "unlisted") is is_unlisted_allowed and is_allowed(used, "listed") is is_listed_allowed
 
 
-ALL = [*(("sm80", *case) for case in CASES), *(("sm90", *case) for case in CASES_FP8)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "lengths", "problem"),
-    ALL,
-    ids=lambda value: kernel_id(type(value), value, TARGET) if isinstance(value, FwdProblem | BwdProblem) else value,
+    [*(("sm80", *case) for case in CASES), *(("sm90", *case) for case in CASES_FP8)],
+    ids=lambda value: (
+        kernel_id(type(value), None, value, TARGET) if isinstance(value, FwdProblem | BwdProblem) else value
+    ),
 )
 def test_a_kernel_that_has_spilled_does_not_or_is_listed(
     family: str, lengths: LengthClass, problem: Problem, kernels: KernelStore
 ) -> None:
-    name, used = used_by(family, lengths, problem, kernels)
-    assert is_allowed(used, name)
-    if name in SPILLS:  # of one class of lengths at least
-        assert any(used_by(*case, kernels)[1].stack_bytes for case in ALL if case[2] == problem)
-
-
-def used_by(family: str, lengths: LengthClass, problem: Problem, kernels: KernelStore) -> tuple[str, Resources]:
-    """A kernel's name, and what it uses with the traits that dispatch chooses."""
     traits = choose_shipped(problem, TARGET, family, lengths).traits  # type: ignore[arg-type]
     kernel_cls = kernel_class(traits)
-    return kernel_id(kernel_cls, problem, TARGET), kernels(kernel_cls, traits, problem, TARGET).resources
+    used = kernels(kernel_cls, traits, problem, TARGET).resources
+    name = kernel_id(kernel_cls, traits, problem, TARGET)
+    assert is_allowed(used, name)
+    assert bool(used.stack_bytes) == (name in SPILLS)

@@ -119,7 +119,7 @@ def compiled_rows() -> list[Case]:
 def test_a_row_compiles_without_complaint(case: Case, kernels: KernelStore) -> None:
     kernel_cls = kernel_class(case.traits)
     compiled = kernels(kernel_cls, case.traits, case.problem, case.target)
-    assert is_allowed(compiled.resources, kernel_id(kernel_cls, case.problem, case.target))
+    assert is_allowed(compiled.resources, kernel_id(kernel_cls, case.traits, case.problem, case.target))
     assert f".target {case.target}" in compiled.ptx
     product = {"sm80": "mma.sync.aligned.m16n8k16", "sm90": "wgmma.mma_async"}[case.traits.family]
     assert product in compiled.ptx
