@@ -130,7 +130,7 @@ def test_info_of_another_family_and_value_head_dim() -> None:
         (("info", "--mask", "alibi"), "mask is 'alibi'; allowed: full, causal, window"),
         (
             ("info", "--lengths", "middling"),
-            "lengths is 'middling'; allowed: decode, tiny, small, brief, short, medium, long",
+            "lengths is 'middling'; allowed: decode, tiny, small, brief, short, moderate, medium, long",
         ),
         (
             ("compile", "--head-dim", "64", "--arch", "sm_80", "--lengths", "1"),
@@ -214,10 +214,10 @@ def test_a_row_of_its_own_for_some_lengths_is_a_kernel_of_its_own(own_tables: Ow
     own_tables.write("sm_80", "sm80", [MEASURED(Row(traits, ("causal",), lengths=("short", "decode")))])
     tasks = table_tasks(selected(targets=["sm_80"], head_dims=[(128, 128)], masks=["causal"], dtypes=["bf16"]))
     assert [(task.traits == traits, task.lengths) for task in tasks] == [
-        (True, ("decode", "short")),
+        (True, ("decode", "short", "moderate")),
         (False, ("tiny", "small", "brief", "medium", "long")),
     ]
-    assert [task.cells()[-1] for task in tasks] == ["decode, short", "tiny, small, brief, medium, long"]
+    assert [task.cells()[-1] for task in tasks] == ["decode, short, moderate", "tiny, small, brief, medium, long"]
     assert Task("sm_80", "sm80", PROBLEM, traits).cells()[-1] == "all"
     selection = selected(targets=["sm_80"], head_dims=[(128, 128)], families=[None], masks=["causal"], lengths=["long"])
     assert {task.lengths for task in grid_tasks(selection)} == {("long",)}

@@ -102,6 +102,7 @@ def test_a_row_serves_the_length_classes_it_names(monkeypatch: pytest.MonkeyPatc
         "small": GENERAL,  # a forward's row for tiny ones
         "brief": GENERAL,
         "short": SPECIAL,
+        "moderate": SPECIAL,  # a forward's row for short ones
         "medium": GENERAL,  # a forward's row for long ones
         "long": GENERAL,
     }
@@ -181,7 +182,7 @@ def test_unknown_target_and_family() -> None:
     with pytest.raises(ValueError, match="arch is 'sm_90'; allowed: sm_80"):
         choose(problem, "sm_90")
     with pytest.raises(
-        ValueError, match="lengths is 'middling'; allowed: decode, tiny, small, brief, short, medium, long"
+        ValueError, match="lengths is 'middling'; allowed: decode, tiny, small, brief, short, moderate, medium, long"
     ):
         choose(problem, "sm_90a", None, "middling")
     with pytest.raises(ValueError, match="family is 'sm100'; allowed: sm80, sm90"):

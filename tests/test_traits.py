@@ -100,6 +100,9 @@ def test_arch_names_and_capabilities() -> None:
         (448, 17, "brief"),
         (449, 449, "short"),
         (17, 1535, "short"),
+        (768, 768, "short"),
+        (1, 769, "decode"),
+        (769, 769, "short"),
         (1535, 1, "short"),
         (17, 1536, "long"),
         (1536, 17, "long"),
@@ -111,7 +114,8 @@ def test_arch_names_and_capabilities() -> None:
 def test_shape_classes(seqlen_q: int, seqlen_k: int, shape: str) -> None:
     assert length_class_of(seqlen_q, seqlen_k) == shape
     longer = max(seqlen_q, seqlen_k)
-    backward = {"tiny": "small", "long": "medium" if longer < 3072 else "long"}.get(shape, shape)
+    finer = {"tiny": "small", "short": "short" if longer < 769 else "moderate"}
+    backward = (finer | {"long": "medium" if longer < 3072 else "long"}).get(shape, shape)
     assert length_class_of(seqlen_q, seqlen_k, "bwd") == ("tiny" if longer <= 32 else backward)
 
 
@@ -120,6 +124,7 @@ def test_shape_classes(seqlen_q: int, seqlen_k: int, shape: str) -> None:
     [
         (65536, 65536, 4096, "brief"),
         (65536, 65536, 128, "short"),
+        (65536, 65536, 64, "moderate"),
         (64, 65536, 64, "decode"),
         (16384, 16384, 2, "long"),
         (16384, 16384, 8, "medium"),
@@ -136,8 +141,9 @@ def test_the_class_of_packed_sequences_is_that_of_the_mean(
 @pytest.mark.parametrize(
     ("total", "batch", "longest", "expected"),
     [
-        (65536, 64, (1024, 1024), "short"),  # equal lengths
-        (65536, 64, (2048, 2048), "short"),  # uniform ones
+        (65536, 128, (512, 512), "short"),  # equal lengths
+        (65536, 64, (1024, 1024), "moderate"),
+        (65536, 64, (2048, 2048), "moderate"),  # uniform ones
         (65536, 64, (13800, 13800), "long"),  # in inverse proportion to their ranks
         (65536, 64, (4096, 16), "medium"),
         (65536, 4096, (16, 16), "tiny"),
@@ -165,11 +171,15 @@ def test_a_few_queries_against_a_long_cache_are_decoding_whatever_the_longest() 
 
 
 @pytest.mark.parametrize(("traits", "is_forward"), [("fwd", True), ("bwd", False)])
-def test_to_a_forward_small_sequences_are_tiny_and_medium_ones_long(traits: str, is_forward: bool) -> None:
+def test_to_a_forward_small_sequences_are_tiny_moderate_ones_short_and_medium_ones_long(
+    traits: str, is_forward: bool
+) -> None:
     tile = GOOD80 if is_forward else BwdTraitsSm80(64, 64, 128, 128)
     problem = (FwdProblem if is_forward else BwdProblem).dense("bf16", 128, 128)
     assert Row(tile, lengths=("long",)).serves(problem, "medium") == is_forward
     assert Row(tile, lengths=("medium",)).serves(problem, "medium") != is_forward
+    assert Row(tile, lengths=("short",)).serves(problem, "moderate") == is_forward
+    assert Row(tile, lengths=("moderate",)).serves(problem, "moderate") != is_forward
     assert Row(tile, lengths=("tiny",)).serves(problem, "small") == is_forward
     assert Row(tile, lengths=("small",)).serves(problem, "small") != is_forward
     assert Row(tile, lengths=("brief",)).serves(problem, "brief")
@@ -191,7 +201,7 @@ def test_a_row_keeps_what_it_serves_in_order_and_says_what_is_left_out() -> None
         ({"dtypes": ("fp32",)}, r"dtypes is \('fp32',\); allowed: one or more of fp16, bf16"),
         (
             {"lengths": ("short", "middling")},
-            "lengths is .*; allowed: one or more of decode, tiny, small, brief, short, medium, long",
+            "lengths is .*; allowed: one or more of decode, tiny, small, brief, short, moderate, medium, long",
         ),
     ],
 )

@@ -1,12 +1,13 @@
 """Length classes: the part of a call's lengths that decides which row is fastest. Kernels are not compiled for lengths.
 
-decode  a handful of queries against a long cache: one query tile, and the time is that of reading K and V
-tiny    a sequence is a small part of a usual tile
-small   a sequence is half of a usual tile at most; a class of the backward, to the forward it is tiny
-brief   a sequence is a few small tiles, and large ones stay partly empty
-short   the main loop has few steps, so that prologue, epilogue and scheduling of blocks count
-medium  a backward's main loop still has few steps; a class of the backward, the forward takes the rows for long
-long    only the main loop counts
+decode    a handful of queries against a long cache: one query tile, and the time is that of reading K and V
+tiny      a sequence is a small part of a usual tile
+small     a sequence is half of a usual tile at most; a class of the backward, to the forward it is tiny
+brief     a sequence is a few small tiles, and large ones stay partly empty
+short     the main loop has few steps, so that prologue, epilogue and scheduling of blocks count
+moderate  a backward's blocks of one head that wait for each other lose a part of the loop; to the forward it is short
+medium    a backward's main loop still has few steps; a class of the backward, the forward takes the rows for long
+long      only the main loop counts
 
 A class decides what is fast, never what is right: every row gives the same result at all lengths.
 """
@@ -19,15 +20,15 @@ from typing import Literal, get_args
 
 from cuteflash.mla_problem import AnyOperation, MlaProblem
 
-LengthClass = Literal["decode", "tiny", "small", "brief", "short", "medium", "long"]
+LengthClass = Literal["decode", "tiny", "small", "brief", "short", "moderate", "medium", "long"]
 LENGTH_CLASSES: tuple[LengthClass, ...] = get_args(LengthClass)
 
 DECODE_QUERIES = 16  # the m extent of the smallest tensor-core instruction: more queries begin to fill a query tile
 TINY_LENGTH, SMALL_LENGTH = 32, 64  # one tile of two warps, of a warpgroup
-# Main loops of a few steps of 128 keys, below a dozen, and below two dozen. The borders lie between the powers of two
-# that are common and that are timed, so that no such length sits on an edge: 256 is brief, 512 and 1024 are short, 2048
-# is medium, 4096 long.
-SHORT_LENGTH, MEDIUM_LENGTH, LONG_LENGTH = 449, 1536, 3072
+# Main loops of a few steps of 128 keys, up to half a dozen, below a dozen, and below two dozen. The borders lie between
+# the powers of two that are common and that are timed, so that no such length sits on an edge: 256 is brief, 512 is
+# short, 1024 moderate, 2048 medium, 4096 long.
+SHORT_LENGTH, MODERATE_LENGTH, MEDIUM_LENGTH, LONG_LENGTH = 449, 769, 1536, 3072
 LONG_CACHE = 16  # keys a query, at least
 
 
@@ -45,7 +46,7 @@ def length_class_of(seqlen_q: int, seqlen_k: int, operation: AnyOperation | None
     if longer < SHORT_LENGTH:
         return "tiny" if operation == "fwd" and longer <= SMALL_LENGTH else "brief"
     if longer < MEDIUM_LENGTH:
-        return "short"
+        return "short" if longer < MODERATE_LENGTH or operation == "fwd" else "moderate"
     return "medium" if longer < LONG_LENGTH and operation != "fwd" else "long"
 
 

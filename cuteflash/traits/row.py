@@ -65,9 +65,9 @@ WINDOW = ("window",)  # two masked loops beside the plain one: the most register
 FP16, BF16 = ("fp16",), ("bf16",)
 E4M3, E5M2 = ("e4m3",), ("e5m2",)
 DECODE, TINY, SMALL, BRIEF = ("decode",), ("tiny",), ("small",), ("brief",)
-SHORT, MEDIUM, LONG = ("short",), ("medium",), ("long",)
+SHORT, MODERATE, MEDIUM, LONG = ("short",), ("moderate",), ("medium",), ("long",)
 # What classes of the other operation are to this one.
-CLASSES = {"fwd": {"small": "tiny", "medium": "long"}}
+CLASSES = {"fwd": {"small": "tiny", "moderate": "short", "medium": "long"}}
 SOFTCAP, LSE, VARLEN, DETERMINISTIC = ("softcap",), ("lse",), ("varlen",), ("deterministic",)
 TURNED_V, V_MEAN, BLOCK_SCALES = ("turned_v",), ("v_mean",), ("block_scales",)
 SPLIT, SINK, E4M3_CACHE, TREE = ("split",), ("sink",), ("e4m3_cache",), ("tree",)
@@ -142,7 +142,8 @@ class Row:
     def serves(self, problem: AnyProblem, lengths: str, query_rows: int = UNBOUNDED) -> bool:
         """Whether the row serves this problem at lengths of this class; head dims are not compared.
 
-        To a forward small sequences are tiny ones, and medium ones are long. A row that turns V is not given Vᵀ.
+        To a forward small sequences are tiny ones, moderate ones short, and medium ones long. A row that turns V is not
+        given Vᵀ.
 
         Args:
             query_rows: of the call's tiles, or of a sequence of latent attention; by default as many as there may be.

@@ -52,7 +52,7 @@ def test_lengths(lengths: tuple[int, int], head_dim: int, mask: str, family: str
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
-@pytest.mark.parametrize("rows", ["tiny", "small", "brief", "short", "long"])
+@pytest.mark.parametrize("rows", ["tiny", "small", "brief", "short", "moderate", "long"])
 def test_rows_of_every_class_compute_all_lengths(
     rows: str, head_dim: int, mask: str, family: str, cuda: torch.device
 ) -> None:

@@ -320,11 +320,11 @@ def test_the_gallery_compiles_on_request_and_says_what_failed(
         (("--all", "--transposed-v", "-o", "x"), "--transposed-v is given with --all"),
         (
             (*ROW, "--lengths", "middling"),
-            "lengths is 'middling'; allowed: decode, tiny, small, brief, short, medium, long",
+            "lengths is 'middling'; allowed: decode, tiny, small, brief, short, moderate, medium, long",
         ),
         (
             (*ROW, "--lengths", "short,long"),
-            "lengths is 'short,long'; allowed: one of decode, tiny, small, brief, short, medium, long",
+            "lengths is 'short,long'; allowed: one of decode, tiny, small, brief, short, moderate, medium, long",
         ),
         (("--all", "--lengths", "long", "-o", "x"), "--lengths is given with --all, which shows every row"),
         ((*ROW, "--family", "sm100"), "family is 'sm100'; allowed: sm80, sm90"),

@@ -13,7 +13,7 @@ from cuteflash.tune.peers import PEERS
 from cuteflash.tune.report.slots import FIRST, INCOMPLETE, REPLACED, UNCOMPARED
 
 PEER_WORDS = dict(zip(PEERS, ("FA4", "cuDNN", "FA2"), strict=True))
-SHAPE_WORDS = dict(zip(LENGTH_CLASSES, ("decoding", "tiny", "small", "brief", "short", "medium", "long"), strict=True))
+SHAPE_WORDS = {name: "decoding" if name == "decode" else name for name in LENGTH_CLASSES}
 # What else a slot may come to that its reader should know, by outcome.
 BESIDES = {
     FIRST: "{} {have} no shipped row",
