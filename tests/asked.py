@@ -2,6 +2,7 @@
 
     python -m tests.asked CACHE                  # all of tests/gpu: compiles them into the cache CACHE, lists spills
     python -m tests.asked CACHE tests/gpu/test_sinks.py --jobs 2
+    python -m tests.asked CACHE --found FILE     # keeps in FILE what it finds, or reads it there: that takes minutes
 
 It ends with 1 if a kernel cannot be compiled, or if ptxas complains of one and that spill is not in `tests/spills.py`.
 
@@ -134,9 +135,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("cache", type=pathlib.Path, help="folder of the kernel cache")
     parser.add_argument("files", nargs="*", help="test files; by default those of tests/gpu but for some")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument(
+        "--found", type=pathlib.Path, metavar="FILE", help="where what is found is kept, or read if it is"
+    )
     options = parser.parse_args(argv)
     every = (path for path in sorted(pathlib.Path(ROOT, "tests", "gpu").glob("test_*.py")) if path.name not in LEFT_OUT)
-    kernels = find(options.files or [str(path) for path in every], options.jobs)
+    if options.found is not None and options.found.exists():
+        kernels = pickle.loads(options.found.read_bytes())
+    else:
+        kernels = find(options.files or [str(path) for path in every], options.jobs)
+        if options.found is not None:
+            options.found.write_bytes(pickle.dumps(kernels))
     print(f"{len(kernels)} kernels")
     options.cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ["CUTEFLASH_CACHE_DIR"] = str(options.cache.resolve())

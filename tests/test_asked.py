@@ -56,3 +56,15 @@ def test_a_known_spill_is_no_failure(
     assert asked.main([str(tmp_path / "cache"), "--jobs", "1"]) == 0
     said = capsys.readouterr().out
     assert "known: Quantize" in said and said.endswith("1 compiled, of 1 ptxas complains, 0 not known, 0 failed\n")
+
+
+def test_what_was_found_once_is_not_looked_for_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that has a GPU for minutes, and compiles faster."""
+    kernel = Quantize, QuantizeTraits(16), QuantizeProblem("bf16", 16, 16, has_scales=True), TARGET
+    looked: list[int] = []
+    monkeypatch.setattr(asked, "find", lambda files, jobs: looked.append(jobs) or [kernel])
+    monkeypatch.setenv("CUTEFLASH_CACHE_DIR", "")
+    for cache in ("first", "second"):
+        assert asked.main([str(tmp_path / cache), "--jobs", "1", "--found", str(tmp_path / "found")]) == 0
+        assert len(list((tmp_path / cache).glob("*.o"))) == 1
+    assert looked == [1]
