@@ -30,6 +30,7 @@ NAMES = {
     "do": "sdO",
     "ds": "sdS",
     "dq": "sdQ",
+    "sums": "sums",
     "stored_v": "sV_stored",
     "handout": "handout",
     "stored_k": "sK_stored",

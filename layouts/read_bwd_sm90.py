@@ -276,6 +276,16 @@ class ReaderBwdSm90:
                 " Of a dense batch a block has all keys of a head, if they are few, and nobody else adds: between key "
                 f"tiles the sum {where}, and the last one stores it, rounded."
             )
+        if self.traits.last_rounds:
+            who = (
+                "The last block whose turn it is at a tile waits until"
+                if self.kernel.in_turn
+                else "A block that gets a stage of sdQ when"
+            )
+            note += (
+                f" {who} all others have added to the tile brings the sum back with the stage, adds its part in "
+                "registers and stores dQ, rounded; nothing is left of it for the kernel after this one."
+            )
         return Step(
             "add_dq",
             "dQ: added to the sum in global memory",

@@ -261,7 +261,14 @@ def test_tiles_of_all_heads_are_numbered_head_by_head() -> None:
 
 
 def tiles_of(
-    order: Any, heads: int, at_once: int, lengths: Any, is_packed: bool, lone_tiles: bool, mask: MaskKind
+    order: Any,
+    heads: int,
+    at_once: int,
+    lengths: Any,
+    is_packed: bool,
+    lone_tiles: bool,
+    mask: MaskKind,
+    all_rounded: bool = False,
 ) -> WorkspaceTiles:
     """Of 32 rows, for a kernel that skips those whose dQ is no sum."""
     return WorkspaceTiles(
@@ -272,6 +279,7 @@ def tiles_of(
         lengths=lengths,
         is_packed=is_packed,
         skips_lone=lone_tiles,
+        all_rounded=all_rounded,
         lone_tiles=lone_tiles,
         held_dq=0,
         mask=mask,
@@ -303,6 +311,19 @@ def test_a_dense_batch_of_lone_tiles_has_no_sums_to_look_for(
     monkeypatch.setattr(cutlass, "select_", lambda condition, a, b: a if condition else b)
     order: Any = SimpleNamespace(size=lambda: 7)
     tiles = tiles_of(order, 1, 1, Lengths(5, seqlen_k), False, lone_tiles, "full")
+    assert tiles.blocks() == blocks
+
+
+@pytest.mark.parametrize(
+    ("mask", "seqlen_q", "seqlen_k", "blocks"),
+    [("full", 99, 1, 1), ("full", 99, 0, 7), ("causal", 99, 99, 1), ("causal", 99, 98, 7), ("window", 99, 200, 1)],
+)
+def test_a_dense_batch_whose_last_blocks_round_has_no_sums_to_look_for_unless_a_query_sees_no_key(
+    mask: MaskKind, seqlen_q: int, seqlen_k: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cutlass, "select_", lambda condition, a, b: a if condition else b)
+    order: Any = SimpleNamespace(size=lambda: 7, tile=lambda index: (index, 0, 0))
+    tiles = tiles_of(order, 1, 1, Lengths(seqlen_q, seqlen_k), False, False, mask, all_rounded=True)
     assert tiles.blocks() == blocks
 
 

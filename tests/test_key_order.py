@@ -39,7 +39,7 @@ def order_of(
     """The order for `batch` sequences of one length."""
     dense = BwdProblem.dense("bf16", HEAD_DIM, HEAD_DIM, mask, deterministic=is_deterministic)
     traits = SimpleNamespace(family="sm90", head_dim=HEAD_DIM, tile_n=128, turns_at_once=0)
-    vars(traits).update(persistent=False, lone_blocks=False, held_dq=0, first_stores=True)
+    vars(traits).update(persistent=False, lone_blocks=False, held_dq=0, in_turn=False, first_stores=True)
     vars(traits).update(traits_of)
     kernel = SimpleNamespace(traits=traits, problem=dataclasses.replace(dense, storage=storage))
     entries = (batch, seqlen) if storage.k == "dense" else (1, batch * seqlen)
@@ -81,6 +81,13 @@ def test_a_block_takes_several_heads_of_a_tiny_packed_sequence_if_enough_blocks_
 def test_heads_that_one_block_takes_have_one_tile() -> None:
     order = order_of(PACKED, 4096, 16, lone_blocks=True, heads_at_once=8)
     assert order.heads == 4 and order.size() == 4 * count_tiles(65536, 4096, 128)
+
+
+def test_heads_of_a_short_dense_batch_run_side_by_side_if_blocks_take_turns() -> None:
+    dense = Storage("dense", "dense")
+    alone, in_turn = (order_of(dense, 32, 512, mask="full", in_turn=in_turn) for in_turn in (False, True))
+    assert alone.group == 1 and in_turn.group == ROWS_IN_L2 // 512
+    assert order_of(PACKED, 32, 512, mask="full", in_turn=True).group == order_of(PACKED, 32, 512, mask="full").group
 
 
 @pytest.mark.parametrize("storage", [PACKED, Storage("dense", "dense")], ids=["packed", "dense"])

@@ -7,6 +7,7 @@ import pathlib
 
 from cuteflash import usertable
 from cuteflash.dispatch import choose
+from cuteflash.problem import Operation
 from cuteflash.traits.arch import Family
 from cuteflash.traits.row import TableKey
 from cuteflash.usertable import MeasuredRow
@@ -23,8 +24,8 @@ class OwnTables:
         self.root = root
         self.forget()
 
-    def write(self, target: str, family: Family, rows: list[MeasuredRow]) -> pathlib.Path:
-        path = usertable.write(TableKey("fwd", target, family), rows)
+    def write(self, target: str, family: Family, rows: list[MeasuredRow], operation: Operation = "fwd") -> pathlib.Path:
+        path = usertable.write(TableKey(operation, target, family), rows)
         self.forget()
         return path
 

@@ -8,6 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
+from cuteflash.atoms.sm90 import bulk_load
+
 
 @cute.jit
 def wait_phase(barrier: cute.Pointer, phase: Int32):
@@ -154,6 +156,11 @@ class Handover:
     def release(self) -> None:
         """Draining thread: the buffer has been read."""
         cute.arch.mbarrier_arrive(self.empty)
+
+    def release_with(self, buffer: cute.Pointer, source: cute.Pointer, nbytes: int) -> None:
+        """Draining thread: the buffer has been read, and is empty for whoever fills it once it holds what is loaded."""
+        cute.arch.mbarrier_arrive_and_expect_tx(self.empty, nbytes)
+        bulk_load(buffer, source, nbytes, self.empty)
 
 
 def arrive(barrier: cute.Pointer) -> None:

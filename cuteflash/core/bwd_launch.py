@@ -15,8 +15,9 @@ from cuteflash.core.lengths import Lengths, Sequence
 from cuteflash.core.mask import IntervalMask, blocks_of
 from cuteflash.core.schedule import Order, RaggedOrder, TileOrder
 from cuteflash.core.softmax import LOG2_E
-from cuteflash.core.tile import KeyTile, QueryBlocks, holds_dq
-from cuteflash.problem import MaskKind, Storage
+from cuteflash.core.tile import KeyTile, QueryBlocks, stores_dq
+from cuteflash.problem import BwdProblem, MaskKind, Storage
+from cuteflash.traits.base import BwdTraits
 
 LONGEST_OF_SOME = 12  # in mean lengths: a few sequences are that long, which may have most of the work
 LONE_HEADS = 8  # of a packed tile that one block takes, at most
@@ -80,7 +81,7 @@ class BwdLaunch:
             tile_n=traits.tile_n,
             heads=tensors.k.shape[2],
             heads_at_once=at_once,
-            held_dq=held_dq(kernel),
+            held_dq=held_dq(traits, kernel.problem),
         )
 
     def tile(self, index: Int32) -> KeyTile:
@@ -120,10 +121,8 @@ class BwdLaunch:
 
     def stores_dq(self, tile: KeyTile) -> Boolean:
         """Whether dQ that a tile's block computes is stored, and not added to a sum in memory."""
-        if self.held_dq:
-            lengths = self.lengths.seqlen_q, self.lengths.seqlen_k
-            return holds_dq(*lengths, self.mask_kind, self.heads_per_kv, self.tile_m, self.held_dq)
-        return tile.is_lone()
+        lengths, tiles = (tile.mask.seqlen_q, tile.mask.seqlen_k), (self.tile_m, self.tile_n)
+        return stores_dq(*lengths, self.mask_kind, self.heads_per_kv, tiles, self.held_dq)
 
     def steps(self, blocks: QueryBlocks) -> Int32:
         """Steps of a tile with these query blocks: each block of each query head."""
@@ -134,9 +133,14 @@ class BwdLaunch:
         return self.steps(tile.query_blocks()) * self.tile_m
 
 
-def held_dq(kernel) -> int:
+def held_dq(traits: BwdTraits, problem: BwdProblem) -> int:
     """See `BwdLaunch`."""
-    return kernel.traits.held_dq if kernel.problem.storage.k == "dense" else 0
+    return traits.held_dq if problem.storage.k == "dense" else 0
+
+
+def adds_in_turn(traits: BwdTraits, problem: BwdProblem) -> bool:
+    """Whether blocks add to a tile of dQ by ascending key, each after the one before it."""
+    return problem.is_deterministic or (traits.in_turn and problem.storage.k == "dense")
 
 
 def lone_heads(kernel, tensors: BwdTensors, packed: PackedTensors, scalars: BwdScalars) -> Int32 | None:
@@ -185,10 +189,10 @@ def key_order(
             group=cutlass.min(group, heads_k),
             draws_first=problem.is_deterministic,  # a block waits for blocks with tiles before its own: do they run?
         )
-    n_blocks = Int32(1) if held_dq(kernel) else cute.ceil_div(seqlen_k, traits.tile_n)
+    n_blocks = Int32(1) if held_dq(traits, problem) else cute.ceil_div(seqlen_k, traits.tile_n)
     if differ and traits.persistent:
         group = TileOrder.even_group(group, n_blocks, scalars.num_sms)
-    by_block = differ or problem.is_deterministic
+    by_block = differ or adds_in_turn(traits, problem)
     if not by_block and traits.family == "sm90":  # elsewhere not timed
         # Fewer blocks add to the same tile of dQ at a time, which pays in long loops; short ones take head after head.
         group, by_block = cutlass.min(group, 1 + seqlen_k // LONG_LOOP * group), True

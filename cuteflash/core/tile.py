@@ -13,19 +13,38 @@ from cuteflash.core.mask import Index, IntervalMask, blocks_of
 from cuteflash.problem import UNBOUNDED, MaskKind
 
 
-def is_lone(seqlen_q: Index, seqlen_k: Index, mask: MaskKind, tile_n: int) -> Boolean:
-    """Whether the keys of a sequence are one tile, and its block visits all of its queries.
+def all_see(seqlen_q: Index, seqlen_k: Index, mask: MaskKind) -> Boolean:
+    """Whether every query of a sequence sees a key.
 
     A query sees the key at its own position under every mask. With fewer keys than queries the first ones may see none.
     """
-    lone = (seqlen_k > 0) & (seqlen_k <= tile_n)
-    return lone if mask == "full" else lone & (seqlen_q <= seqlen_k)
+    some = seqlen_k > 0
+    return some if mask == "full" else some & (seqlen_q <= seqlen_k)
+
+
+def is_lone(seqlen_q: Index, seqlen_k: Index, mask: MaskKind, tile_n: int) -> Boolean:
+    """Whether the keys of a sequence are one tile, and its block visits all of its queries."""
+    return all_see(seqlen_q, seqlen_k, mask) & (seqlen_k <= tile_n)
 
 
 def holds_dq(seqlen_q: Index, seqlen_k: Index, mask: MaskKind, heads_per_kv: Index, tile_m: int, tiles: int) -> Boolean:
-    """Whether dQ of a KV head's queries is `tiles` tiles at most, and all of them see a key, see `is_lone`."""
-    held = (heads_per_kv * blocks_of(seqlen_q, tile_m) <= tiles) & (seqlen_k > 0)
-    return held if mask == "full" else held & (seqlen_q <= seqlen_k)
+    """Whether dQ of a KV head's queries is `tiles` tiles at most, and all of them see a key."""
+    return all_see(seqlen_q, seqlen_k, mask) & (heads_per_kv * blocks_of(seqlen_q, tile_m) <= tiles)
+
+
+def stores_dq(
+    seqlen_q: Index, seqlen_k: Index, mask: MaskKind, heads_per_kv: Index, tile: tuple[int, int], held_dq: int
+) -> Boolean:
+    """Whether one block has all that is added up to dQ of a sequence and a KV head, and stores it.
+
+    Args:
+        tile: `tile_m` and `tile_n` of the kernel, which has code for lone tiles.
+        held_dq: as in `BwdTraits`; 0 of packed sequences.
+    """
+    tile_m, tile_n = tile
+    if held_dq:
+        return holds_dq(seqlen_q, seqlen_k, mask, heads_per_kv, tile_m, held_dq)
+    return is_lone(seqlen_q, seqlen_k, mask, tile_n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,10 +263,14 @@ class KeyTile:
 
     def ends_of(self, m_block: Index) -> tuple[Boolean, Boolean]:
         """Whether the tile is the first, and the last, that a query block of its sequence sees."""
+        blocks = self.key_blocks(m_block)
+        return self.n_block == blocks.lo, self.n_block == blocks.hi - 1
+
+    def key_blocks(self, m_block: Index) -> KeyBlocks:
+        """The key tiles that a query block of its sequence sees."""
         first = m_block * self.tile_m
         last = cutlass.min(first + self.tile_m, self.mask.seqlen_q) - 1
-        lo, hi = self.mask.n_blocks(first, last, self.tile_n)
-        return self.n_block == lo, self.n_block == hi - 1
+        return KeyBlocks(*self.mask.n_blocks(first, last, self.tile_n))
 
     def query_blocks(self, is_descending: bool = False, is_spread: bool = False) -> QueryBlocks:
         """The query blocks that the tile visits: upwards, or downwards.

@@ -88,6 +88,8 @@ class BwdTraits(FwdTraits, Protocol):
         lone_blocks: such a block needs nothing prepared either.
         held_dq: a block takes all key tiles of a KV head of a dense batch, one after the other, and holds dQ of so many
             query tiles, if there are no more, until it stores it; 0 is none.
+        in_turn: blocks add to a tile of dQ of a dense batch in a fixed order, as in deterministic calls.
+        last_rounds: a block that finds that all others have added to a tile of dQ rounds and stores it.
     """
 
     first_stores: ClassVar[bool]
@@ -103,6 +105,10 @@ class BwdTraits(FwdTraits, Protocol):
     def lone_blocks(self) -> bool: ...
     @property
     def held_dq(self) -> int: ...
+    @property
+    def in_turn(self) -> bool: ...
+    @property
+    def last_rounds(self) -> bool: ...
 
     def workspace(self, batch: Any, heads: Any, seqlen_q: Any) -> Workspace:
         """The fp32 workspace of a call, for Python ints or traced values."""

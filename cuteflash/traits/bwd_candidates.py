@@ -61,7 +61,8 @@ SM90_KEYS: tuple[dict[str, Any], ...] = (
 )
 IN_TURN: dict[str, Any] = {"in_turn": True}  # for some of those with dQ apart
 LONE: dict[str, Any] = {"lone_tiles": True}
-LONE_TILE = 64, 128  # of the sm90 family: most of a larger one is empty
+LAST: dict[str, Any] = {"last_rounds": True}
+SHORT_TILE = 64, 128  # of the sm90 family for short sequences: most of a larger one is empty
 HELD_DQ = 4, 8  # query tiles in shared memory
 HELD_DQ_IN_PARTS = 64  # in memory, so that none is left over at the lengths that are swept
 
@@ -152,8 +153,10 @@ def _one_pass(head_dim: int, head_dim_v: int) -> Iterator[BwdTraitsSm90]:
                 staged = dataclasses.replace(shallow, q_stage=q_stage, do_stage=do_stage)
                 for base in _switched(staged, most=None if q_stage == do_stage else 1):
                     yield from changed(base, SM90_KEYS) if runs_somewhere(base) else (base,)
-                if q_stage == do_stage and (tile_m, tile_n) == LONE_TILE:
+                if q_stage == do_stage and (tile_m, tile_n) == SHORT_TILE:
                     yield from _lone_sm90(staged)
+                    if q_stage > 1:  # with one Q a block that waits for others has nothing else to do
+                        yield from _last_sm90(staged)
                 if dq == "apart" and q_stage == do_stage:  # a warpgroup that has time to wait for its turn
                     alone = (base for base in _switched(staged, most=2) if not (base.persistent or base.pingpong))
                     yield from (dataclasses.replace(base, **IN_TURN) for base in alone)
@@ -172,12 +175,28 @@ def _lone_sm90(staged: BwdTraitsSm90) -> Iterator[BwdTraitsSm90]:
             yield dataclasses.replace(base, held_dq=HELD_DQ_IN_PARTS)
 
 
+def _last_sm90(staged: BwdTraitsSm90) -> Iterator[BwdTraitsSm90]:
+    """Those whose last block at a tile of dQ rounds it, by chance and in turn."""
+    last = dataclasses.replace(staged, **LAST)
+    if last.is_dq_apart:
+        for keeps, other in itertools.product((False, True), (False, True)):
+            alone = dataclasses.replace(last, pingpong=False, keep_thread=keeps)
+            keys = SM90_KEYS[-1] if other else SM90_KEYS[0]
+            yield from changed(dataclasses.replace(alone, delta_early=other), ({}, IN_TURN))
+            yield from changed(dataclasses.replace(alone, persistent=True, kv_stage=2, **keys), ({}, IN_TURN))
+    elif last.dq == "columns":  # transposed is as fast with so few rows
+        yield from _switched(last, most=1)
+        yield dataclasses.replace(last, **IN_TURN)
+
+
 def _switched(plain: BwdTraitsSm90, most: int | None) -> list[BwdTraitsSm90]:
     """Traits as they are, and with up to so many things otherwise, None is all: a switch turned, or one more tile in
     flight of what is not multiplied out."""
     others: dict[str, Any] = {}
     for field in dataclasses.fields(plain):
-        if isinstance(field.default, bool) and not any(field.name in keys for keys in (*SM90_KEYS, IN_TURN, LONE)):
+        if isinstance(field.default, bool) and not any(
+            field.name in keys for keys in (*SM90_KEYS, IN_TURN, LONE, LAST)
+        ):
             others[field.name] = not field.default
         elif field.name.endswith("_stage") and field.name not in ("q_stage", "do_stage"):
             others[field.name] = getattr(plain, field.name) + 1

@@ -69,6 +69,8 @@ class BwdTraitsSm80:
     early_launch: ClassVar[bool] = False
     persistent: ClassVar[bool] = False
     held_dq: ClassVar[int] = 0
+    in_turn: ClassVar[bool] = False
+    last_rounds: ClassVar[bool] = False
     element_bytes: ClassVar[int] = 2
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
     max_head_dim: ClassVar[int] = 256

@@ -21,6 +21,7 @@ from cuteflash.traits.sm90 import (
 )
 
 STATISTIC_BYTES = 4  # fp32
+WORD_BYTES = 4
 REGISTERS = 65536  # of a multiprocessor
 APART_PRODUCER_REGS = 32  # registers a thread of the producer beside a warpgroup that only computes dQ
 DQ_ADDRESS_REGS = 32  # registers a thread of a warpgroup that only computes dQ needs beside the accumulator
@@ -61,6 +62,9 @@ class BwdTraitsSm90:
             dQ of so many query tiles, if there are no more: each is stored rounded with its last keys, and no other
             block adds to it. Between key tiles whole tiles (dq ``"apart"``) stay in shared memory, and parts go through
             memory. 0 is none; it needs `lone_tiles`.
+        last_rounds: a block that finds that all others have added to a tile of dQ brings the sum back, adds its part,
+            rounds it and stores it, so that less is left for the kernel after this one; with `in_turn`, nothing. It is
+            not for blocks with `lone_tiles`, nor for a dq in turns.
     """
 
     operation: ClassVar[Operation] = "bwd"
@@ -94,6 +98,7 @@ class BwdTraitsSm90:
     in_turn: bool = False
     lone_tiles: bool = False
     held_dq: int = 0
+    last_rounds: bool = False
 
     @property
     def mma_warpgroups(self) -> int:
@@ -173,10 +178,17 @@ class BwdTraitsSm90:
         append("ds", self.tile_m * self.tile_n * self.element_bytes, self.ds_stage)
         rows, cols = self.dq_part
         append("dq", rows * cols * 4, self.dq_stages)
+        if self.last_rounds:
+            append("sums", WORD_BYTES, self.dq_stages, 16)
         if self.persistent:
             start = plan_bytes(plan)
             plan["handout"] = SmemRegion(start, handout_regions(start)[-1].end - start)
         return plan
+
+    @property
+    def stores_dq(self) -> bool:
+        """Whether blocks store some of dQ as it is returned."""
+        return self.lone_tiles or self.last_rounds
 
     @property
     def smem_handout(self) -> tuple[SmemRegion, SmemRegion]:
@@ -218,6 +230,12 @@ class BwdTraitsSm90:
             return f"kv_stage {self.kv_stage} without persistent: a block loads K and V once"
         if self.held_dq and not (self.dq != "turns" and self.persistent and self.lone_tiles):
             return f"held_dq {self.held_dq} needs persistent, lone_tiles, and a dq without turns; dq is {self.dq!r}"
+        if self.last_rounds and self.lone_tiles:
+            return "last_rounds with lone_tiles: the only block of a tile is its last one, too"
+        if self.last_rounds and self.dq == "turns":
+            return (
+                "last_rounds with dq 'turns': a warpgroup adds to what it computed while another product is in flight"
+            )
         rows, cols = self.dq_part
         if (cols if self.is_dq_transposed else rows) != WGMMA_M:
             return (

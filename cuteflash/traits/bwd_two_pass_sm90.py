@@ -49,6 +49,9 @@ class BwdTwoPassTraitsSm90:
     lone_tiles: ClassVar[bool] = False
     lone_blocks: ClassVar[bool] = False
     held_dq: ClassVar[int] = 0
+    in_turn: ClassVar[bool] = False
+    last_rounds: ClassVar[bool] = False
+    stores_dq: ClassVar[bool] = False
     persistent: ClassVar[bool] = False
     element_bytes: ClassVar[int] = 2
     dtypes: ClassVar[tuple[str, ...]] = DTYPES

@@ -3,10 +3,13 @@
 One pass up to head dim 128. Two passes serve what one pass has no registers left for: wider heads, softcaps, and
 deterministic calls with a window at head dim 128. Long loops take more queries a step, since much of a step is latency.
 Brief sequences are bound by memory: a block that has all keys of a head stores dQ once it is complete. At head dim 128
-shared memory does not hold all of it, so that parts go to memory and back.
+shared memory does not hold all of it, so that parts go to memory and back. In short loops the last block that adds to
+dQ rounds it; blocks that take turns know which one that is, but wait for each other where loops of a head differ.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from cuteflash.traits.row import (
     BRIEF,
@@ -14,6 +17,9 @@ from cuteflash.traits.row import (
     DETERMINISTIC,
     FULL,
     LONG,
+    MEDIUM,
+    MODERATE,
+    SHORT,
     SMALL,
     SOFTCAP,
     TINY,
@@ -25,56 +31,35 @@ from cuteflash.traits.row import (
 )
 
 UP_TO_BRIEF = TINY + SMALL + BRIEF
+UP_TO_MODERATE = SHORT + MODERATE
+UP_TO_MEDIUM = UP_TO_MODERATE + MEDIUM
+FROM_MODERATE = MODERATE + MEDIUM
+# Of up to 64 columns: a warpgroup for dQ, K and V in registers, and persistent blocks, since a tile is done so soon.
+PERSISTENT: dict[str, Any] = {
+    "k_in_regs": True,
+    "v_in_regs": True,
+    "dq": "apart",
+    "pingpong": False,
+    "kv_stage": 2,
+    "q_stage": 3,
+    "do_stage": 3,
+    "persistent": True,
+}
+NARROW = PERSISTENT | {"keep_thread": True}
+LATE: dict[str, Any] = {"delta_early": False, "keep_thread": True, "dq": "apart", "pingpong": False}
 
 ROWS: tuple[Row, ...] = (
-    bwd_sm90(
-        32,
-        64,
-        lengths=UP_TO_BRIEF,
-        without=SOFTCAP,
-        k_in_regs=True,
-        v_in_regs=True,
-        keep_thread=True,
-        dq="apart",
-        pingpong=False,
-        kv_stage=2,
-        q_stage=3,
-        do_stage=3,
-        persistent=True,
-        lone_tiles=True,
-        held_dq=8,
-    ),
-    bwd_sm90(
-        32,
-        64,
-        without=SOFTCAP,
-        k_in_regs=True,
-        v_in_regs=True,
-        keep_thread=True,
-        dq="apart",
-        pingpong=False,
-        kv_stage=2,
-        q_stage=3,
-        do_stage=3,
-        persistent=True,
-    ),
+    bwd_sm90(32, 64, lengths=UP_TO_BRIEF, without=SOFTCAP, lone_tiles=True, held_dq=8, **NARROW),
+    bwd_sm90(32, 64, FULL, lengths=UP_TO_MEDIUM, without=SOFTCAP + VARLEN, in_turn=True, last_rounds=True, **NARROW),
+    bwd_sm90(32, 64, CAUSAL, lengths=UP_TO_MODERATE, without=SOFTCAP + DETERMINISTIC, last_rounds=True, **NARROW),
+    bwd_sm90(32, 64, without=SOFTCAP, **NARROW),
     bwd_two_pass_sm90(32, 64, k_stage=3, v_stage=3),
+    bwd_sm90(64, 64, lengths=UP_TO_BRIEF, without=SOFTCAP, lone_tiles=True, held_dq=4, **PERSISTENT),
     bwd_sm90(
-        64,
-        64,
-        lengths=UP_TO_BRIEF,
-        without=SOFTCAP,
-        k_in_regs=True,
-        v_in_regs=True,
-        dq="apart",
-        pingpong=False,
-        kv_stage=2,
-        q_stage=3,
-        do_stage=3,
-        persistent=True,
-        lone_tiles=True,
-        held_dq=4,
+        64, 64, FULL, lengths=UP_TO_MEDIUM, without=SOFTCAP + VARLEN, in_turn=True, last_rounds=True, **PERSISTENT
     ),
+    bwd_sm90(64, 64, FULL, lengths=FROM_MODERATE, without=SOFTCAP + DETERMINISTIC, last_rounds=True, **PERSISTENT),
+    bwd_sm90(64, 64, CAUSAL, lengths=UP_TO_MEDIUM, without=SOFTCAP + DETERMINISTIC, last_rounds=True, **PERSISTENT),
     bwd_sm90(
         64,
         96,
@@ -98,19 +83,7 @@ ROWS: tuple[Row, ...] = (
         dq="apart",
         pingpong=False,
     ),
-    bwd_sm90(
-        64,
-        64,
-        without=SOFTCAP,
-        k_in_regs=True,
-        v_in_regs=True,
-        dq="apart",
-        pingpong=False,
-        kv_stage=2,
-        q_stage=3,
-        do_stage=3,
-        persistent=True,
-    ),
+    bwd_sm90(64, 64, without=SOFTCAP, **PERSISTENT),
     bwd_two_pass_sm90(64, 64, k_stage=3, v_stage=3),
     bwd_sm90(
         96,
@@ -123,7 +96,9 @@ ROWS: tuple[Row, ...] = (
         lone_tiles=True,
         held_dq=4,
     ),
-    bwd_sm90(96, 64, without=SOFTCAP, delta_early=False, keep_thread=True, dq="apart", pingpong=False),
+    bwd_sm90(96, 64, FULL, lengths=UP_TO_MODERATE, without=SOFTCAP, in_turn=True, last_rounds=True, **LATE),
+    bwd_sm90(96, 64, CAUSAL, lengths=SHORT, without=SOFTCAP, in_turn=True, last_rounds=True, **LATE),
+    bwd_sm90(96, 64, without=SOFTCAP, **LATE),
     bwd_two_pass_sm90(96, 64, k_stage=3, v_stage=3),
     bwd_sm90(
         128,
@@ -148,6 +123,9 @@ ROWS: tuple[Row, ...] = (
     ),
     bwd_sm90(128, 64, FULL + CAUSAL, lengths=UP_TO_BRIEF, without=SOFTCAP, lone_tiles=True),
     bwd_sm90(128, 64, WINDOW, lengths=UP_TO_BRIEF, without=SOFTCAP + DETERMINISTIC, lone_tiles=True),
+    bwd_sm90(128, 64, CAUSAL, lengths=SHORT, without=SOFTCAP + VARLEN, in_turn=True, last_rounds=True),
+    bwd_sm90(128, 64, CAUSAL, lengths=MODERATE, without=SOFTCAP + VARLEN + DETERMINISTIC),
+    bwd_sm90(128, 64, FULL + CAUSAL, lengths=UP_TO_MODERATE, without=SOFTCAP, last_rounds=True),
     bwd_sm90(128, 64, FULL + CAUSAL, without=SOFTCAP),
     bwd_sm90(128, 64, WINDOW, without=SOFTCAP + DETERMINISTIC),
     bwd_two_pass_sm90(128, 64, k_stage=2, v_stage=2),

@@ -115,9 +115,9 @@ def shortlist(candidates: Iterable[Traits], arch: ArchSpec, always: Sequence[Tra
 def _is_for_few_steps(traits: Traits) -> bool:
     """Whether traits are for loops of a few steps, of which the estimate, made of a long loop's, says little.
 
-    One block stores and loads while others compute, or a block stores what others would add to memory.
+    One block stores and loads while others compute, or a block stores what others would add to memory, or round.
     """
-    if getattr(traits, "lone_tiles", False):
+    if getattr(traits, "lone_tiles", False) or getattr(traits, "last_rounds", False):
         return True
     return isinstance(traits, FwdTraitsSm90) and not traits.splits and traits.blocks_per_sm > 1
 

@@ -81,8 +81,9 @@ def test_tiles_fill_the_plan_and_gradients_take_the_place_of_k_and_v(name: str) 
     regions = {region["id"]: (region["start"], region["bytes"]) for region in scene.budget["smem"]["regions"]}
     place = {"sdK": "sK", "sdV": "sV"}
     drawn = {tile.id: tile for tile in scene.tiles if tile.space == "shared"}
-    handed_out = {"handout"} if ROWS[name].choice.traits.persistent else set()
-    assert set(regions) == {"barriers", "sLSE", "sDelta", *drawn} - set(place) | handed_out
+    traits = ROWS[name].choice.traits
+    words = {word for word, is_there in (("handout", traits.persistent), ("sums", traits.last_rounds)) if is_there}
+    assert set(regions) == {"barriers", "sLSE", "sDelta", *drawn} - set(place) | words
     for tile in drawn.values():
         nbytes = tile.layout.size() * tile.element_bytes
         assert (tile.base, nbytes) == regions[place.get(tile.id, tile.id)] or tile.id == "sdQ"

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp
 from cutlass.memory import SmemAllocator
 
@@ -23,7 +24,8 @@ from cuteflash.core.convert import rounded_fragment
 from cuteflash.core.signature import ALIGN_ELEMENTS, CUTE_DTYPES
 from cuteflash.core.views import rows_first, transposed
 from cuteflash.core.workspace import Workspace
-from cuteflash.kernels.common.workspace import WorkspacePlace, WorkspaceTensors, WorkspaceTiles
+from cuteflash.kernels.common.turns import ROUNDED
+from cuteflash.kernels.common.workspace import WorkspacePlace, WorkspaceTensors, WorkspaceTile, WorkspaceTiles
 from cuteflash.problem import BwdProblem
 from cuteflash.traits.base import BwdTraits
 
@@ -63,6 +65,13 @@ class DqParts:
             stride=(1, GROUP, rows * cols, GROUP * self.threads),
         )
         return cute.make_tensor(dq.iterator, layout)[None, thread, part, None]
+
+    def of_part(self, row: Int32, column: Int32, values: tuple[Boolean, ...]) -> Boolean:
+        """Of one value for each part, that of the part with an element."""
+        found = values[0]
+        for (first_row, first_column), value in zip(self.origins[1:], values[1:]):
+            found = cutlass.select_((row >= first_row) & (column >= first_column), value, found)
+        return found
 
 
 class BwdKernel(Protocol):
@@ -112,12 +121,30 @@ class BwdFinish:
     def finish(
         self, gDQ: cute.Tensor, views: WorkspaceTensors, scale: Float32, stage: cute.Tensor, place: WorkspacePlace
     ):
-        """The tile at `place`, whose sum is in memory."""
+        """The tile at `place`, whose sum is in memory, but for parts that a block of the main kernel has rounded."""
+        tile = views.tile(place.m_block, place.head, place.sequence)
+        if const_expr(not self.traits.last_rounds):
+            self.round(gDQ, scale, stage, place, tile, None)
+        else:
+            is_left = tuple(tile.turns[part] != ROUNDED for part in range(len(self.main.dq_parts().origins)))
+            if functools.reduce(operator.or_, is_left):
+                self.round(gDQ, scale, stage, place, tile, is_left)
+
+    @cute.jit
+    def round(
+        self,
+        gDQ: cute.Tensor,
+        scale: Float32,
+        stage: cute.Tensor,
+        place: WorkspacePlace,
+        tile: WorkspaceTile,
+        is_left: tuple[Boolean, ...] | None,
+    ):
+        """The parts of a tile for which `is_left` is true; None is all."""
         thread = cute.arch.thread_idx()[0]
         parts = self.main.dq_parts()
         part, member = thread // parts.threads, thread % parts.threads
         acc = parts.fragment(member)
-        tile = views.tile(place.m_block, place.head, place.sequence)
         source = parts.groups(tile.dq, part, member)
         target = cute.make_tensor(acc.iterator, cute.make_layout(source.shape))
         atom = cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=GROUP * Float32.width)
@@ -133,7 +160,7 @@ class BwdFinish:
                 self.put(parts, parts.origins[index], rounded, stage, member)
         cute.arch.sync_threads()
         rows = cutlass.min(self.traits.tile_m, place.rows)
-        self.store(stage, gDQ[None, None, place.head, place.batch], (place.first_row, rows), thread)
+        self.store(stage, gDQ[None, None, place.head, place.batch], (place.first_row, rows), thread, is_left)
 
     def put(self, parts: DqParts, origin: tuple[int, int], rounded: cute.Tensor, stage: cute.Tensor, thread: Int32):
         """Write a part's fragment into its place of the tile."""
@@ -147,8 +174,15 @@ class BwdFinish:
             cute.copy(copy, copy.retile(rounded), copy.partition_D(place))
 
     @cute.jit
-    def store(self, stage: cute.Tensor, gDQ: cute.Tensor, rows_of_tile: tuple[Int32, Int32], thread: Int32):
-        """Store the rows of a tile that exist, 16 bytes a thread."""
+    def store(
+        self,
+        stage: cute.Tensor,
+        gDQ: cute.Tensor,
+        rows_of_tile: tuple[Int32, Int32],
+        thread: Int32,
+        is_left: tuple[Boolean, ...] | None,
+    ):
+        """Store the rows of a tile that exist, 16 bytes a thread, of the parts that are left."""
         first, rows = rows_of_tile
         parts = self.main.dq_parts()
         threads = len(parts.origins) * parts.threads
@@ -158,7 +192,10 @@ class BwdFinish:
         for i in cutlass.range_constexpr(-(-self.traits.tile_m * chunks // threads)):
             index = thread + i * threads
             row, chunk = index // chunks, index % chunks
-            if row < rows:
+            exists = row < rows
+            if const_expr(is_left is not None):
+                exists &= parts.of_part(row, chunk * ALIGN_ELEMENTS, is_left)
+            if exists:
                 line = cute.zipped_divide(gDQ[first + row, None], (ALIGN_ELEMENTS,))
                 piece = cute.make_rmem_tensor(ALIGN_ELEMENTS, self.dtype)
                 cute.copy(atom, cute.group_modes(staged[None, (row, chunk)], 0), piece)

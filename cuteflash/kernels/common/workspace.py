@@ -10,11 +10,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
 from cuteflash.arguments import BwdTensors, PackedTensors
-from cuteflash.core.bwd_launch import LONE_HEADS, flat_order
+from cuteflash.core.bwd_launch import LONE_HEADS, adds_in_turn, flat_order, held_dq
 from cuteflash.core.launch import lengths_of
 from cuteflash.core.lengths import Index, Lengths, Sequence
 from cuteflash.core.schedule import Order, TileOrder
-from cuteflash.core.tile import holds_dq, is_lone
+from cuteflash.core.tile import all_see, stores_dq
 from cuteflash.core.tile_numbers import first_tile
 from cuteflash.core.workspace import PARTS, Workspace
 from cuteflash.problem import BwdProblem, MaskKind
@@ -143,7 +143,7 @@ class WorkspacePlace:
 class WorkspaceTiles:
     """All query tiles of a workspace, for a kernel that has work at each, or with `skips_lone` only where dQ is a sum.
 
-    `lone_tiles` as in `BwdTraits`.
+    With `all_rounded` blocks of the main kernel have rounded each sum that there is. `lone_tiles` as in `BwdTraits`.
     """
 
     order: Order
@@ -153,6 +153,7 @@ class WorkspaceTiles:
     lengths: Lengths
     is_packed: cutlass.Constexpr[bool]
     skips_lone: cutlass.Constexpr[bool]
+    all_rounded: cutlass.Constexpr[bool]
     lone_tiles: cutlass.Constexpr[bool]
     held_dq: cutlass.Constexpr[int]
     mask: cutlass.Constexpr[MaskKind]
@@ -170,7 +171,9 @@ class WorkspaceTiles:
         skips_lone: bool,
     ) -> Self:
         """The tiles of a call; `tensors` as `batched` returns them."""
-        is_packed, skips_lone = packed.cu_seqlens_q is not None, skips_lone and traits.lone_tiles
+        is_packed = packed.cu_seqlens_q is not None
+        all_rounded = skips_lone and traits.last_rounds and adds_in_turn(traits, problem)
+        skips_lone = skips_lone and traits.lone_tiles
         at_once = LONE_HEADS if is_packed and skips_lone else 1
         heads = workspace.heads if at_once == 1 else (workspace.heads + at_once - 1) // at_once
         order: Order
@@ -180,15 +183,15 @@ class WorkspaceTiles:
         else:
             order = TileOrder(workspace.tiles, heads, workspace.batch, Int32(1), longest_first=False)
         heads = workspace.heads, workspace.heads // tensors.k.shape[2], at_once
-        lone = skips_lone, traits.lone_tiles, 0 if is_packed else traits.held_dq
+        lone = skips_lone, all_rounded, traits.lone_tiles, held_dq(traits, problem)
         tile = problem.scores.mask, workspace.tile_m, traits.tile_n
         return cls(order, *heads, lengths_of(tensors, packed), is_packed, *lone, *tile)
 
     def blocks(self) -> Int32:
         """How many blocks to launch, at least 1: the host knows if there is nothing to do in a dense batch."""
-        if not self.skips_lone or not self.lengths.are_known:
+        if not (self.skips_lone or self.all_rounded) or not self.lengths.are_known:
             return self.order.size()
-        return Int32(cutlass.select_(self._is_lone(self.lengths), 1, self.order.size()))
+        return Int32(cutlass.select_(self._is_done(self.lengths), 1, self.order.size()))
 
     def has_work(self, place: WorkspacePlace) -> Boolean | bool:
         """Whether there is something to do at a tile."""
@@ -202,7 +205,7 @@ class WorkspaceTiles:
         rows = lengths.seqlen_q - first
         exists = has_sum = rows > 0 if self.is_packed else True
         if self.lone_tiles:
-            has_sum = exists & cutlass.not_(self._is_lone(lengths))
+            has_sum = exists & cutlass.not_(self._is_done(lengths))
         return WorkspacePlace(
             m_block=m_block,
             head=head * self.heads_at_once,
@@ -214,12 +217,13 @@ class WorkspaceTiles:
             has_sum=has_sum,
         )
 
-    def _is_lone(self, lengths: Lengths | Sequence) -> Boolean:
-        """Whether dQ of a sequence is stored by the block that computes it."""
+    def _is_done(self, lengths: Lengths | Sequence) -> Boolean:
+        """Whether dQ of a sequence is stored by blocks that compute it."""
         seqlen_q, seqlen_k = lengths.seqlen_q, lengths.seqlen_k
-        if self.held_dq:
-            return holds_dq(seqlen_q, seqlen_k, self.mask, self.heads_per_kv, self.tile_m, self.held_dq)
-        return is_lone(seqlen_q, seqlen_k, self.mask, self.tile_n)
+        if self.all_rounded:
+            return all_see(seqlen_q, seqlen_k, self.mask)
+        tiles = self.tile_m, self.tile_n
+        return stores_dq(seqlen_q, seqlen_k, self.mask, self.heads_per_kv, tiles, self.held_dq)
 
     def each_head(self, place: WorkspacePlace, work: cutlass.Constexpr) -> None:
         """Call `work(place)` with each head that a block takes of the tile at `place`; a whole block calls it."""

@@ -13,7 +13,8 @@ A kernel before this one computes delta = rowsum(dO O), one after it rounds the 
 before it ends, and then waits for it. The first block that comes to a tile of dQ stores, the others add
 (`kernels/common/turns.py`), so that nothing has to be cleared. If dQ has to be the same bits in every run, or if it is
 faster, blocks take turns, by ascending key (`cuteflash.core.turns`). With `lone_tiles` the only block of a sequence
-stores dQ as it does dK and dV, rounded, and nothing is left for the kernel after this one. With `held_dq` that is so
+stores dQ as it does dK and dV, rounded, and nothing is left for the kernel after this one. With `last_rounds` so does a
+block that finds that all others have added to a tile: it brings the sum back and adds to it. With `held_dq` that is so
 of more keys, too: a block takes all key tiles of a KV head and holds the sum of dQ, in shared memory or, if there is no
 room, in memory, from where it comes back for the next key tile. The query heads of one KV head are visited in turn by
 the same block, which sums up their dK and dV in registers. Persistent blocks get the tiles of packed sequences from the
@@ -36,7 +37,7 @@ from cutlass.memory import SmemAllocator
 from cuteflash.arguments import BwdArguments
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import Handover, StageRing, TmaRing
-from cuteflash.core.bwd_launch import BwdLaunch, held_dq
+from cuteflash.core.bwd_launch import BwdLaunch, adds_in_turn, held_dq
 from cuteflash.core.bwd_signature import bwd_fake_args
 from cuteflash.core.launch import batched
 from cuteflash.core.signature import CUTE_DTYPES
@@ -78,17 +79,22 @@ class FlashBwdSm90:
     @property
     def in_turn(self) -> bool:
         """Whether blocks add to a tile of dQ by ascending key, each after the one before it."""
-        return self.problem.is_deterministic or (self.traits.in_turn and self.problem.storage.k == "dense")
+        return adds_in_turn(self.traits, self.problem)
+
+    @property
+    def held_dq(self) -> int:
+        """See `BwdLaunch`."""
+        return held_dq(self.traits, self.problem)
 
     @property
     def passes_dq_on(self) -> bool:
         """Whether the sum of dQ that a block holds goes to memory between key tiles."""
-        return held_dq(self) > 0 and not self.traits.is_dq_apart
+        return self.held_dq > 0 and not self.traits.is_dq_apart
 
     @property
     def runs_at_once(self) -> bool:
         """Whether blocks that wait for each other's turns have their tiles in advance, so that all of them must run."""
-        return self.traits.persistent and self.in_turn and not (self.hands_out or held_dq(self))
+        return self.traits.persistent and self.in_turn and not (self.hands_out or self.held_dq)
 
     def fake_args(self) -> tuple:
         """The arguments that this kernel is compiled with: fakes of `BwdArguments`."""
@@ -304,6 +310,10 @@ class FlashBwdSm90:
             start = cute.recast_ptr(base + plan[name].start, dtype=Float32)
             return cute.make_tensor(start, cute.make_layout((count, plan[name].stages)))
 
+        def words(name: str) -> cute.Tensor:
+            start = cute.recast_ptr(base + plan[name].start, dtype=Int32)
+            return cute.make_tensor(start, cute.make_layout(plan[name].stages))
+
         rows, cols = traits.dq_part
         return Tiles(
             sK=tile("k", self.smem_layout_k()),
@@ -314,5 +324,6 @@ class FlashBwdSm90:
             sLSE=numbers("lse", traits.tile_m),
             sDelta=numbers("delta", traits.tile_m),
             sdQ=numbers("dq", rows * cols),
-            sdQ_rounded=tile("dq", self.smem_layout_dq()) if traits.lone_tiles else None,
+            sdQ_rounded=tile("dq", self.smem_layout_dq()) if traits.stores_dq else None,
+            sums=words("sums") if traits.last_rounds else None,
         )

@@ -26,6 +26,14 @@ class NamedBarrier(enum.IntEnum):
     DQ_READ = 5  # + part: a warpgroup has read the fp32 sum of its dQ so far, and rounded numbers may take its place
 
 
+class Sum(enum.IntEnum):
+    """What the others have added to a tile of dQ, when a block that may be the last one gets a stage of sdQ for it."""
+
+    PARTIAL = 0  # not all: this block adds its part in memory
+    WHOLE = 1  # all: the sum is in the stage, and this block's part completes it
+    NONE = 2  # there are no others
+
+
 @dataclasses.dataclass(frozen=True)
 class Tma:
     """TMA descriptors and the coordinate tensors they are sliced with: (rows, columns, heads, batch)."""
@@ -42,7 +50,7 @@ class Tma:
     gV: cute.Tensor
     gdK: cute.Tensor
     gdV: cute.Tensor
-    store_dq: cute.CopyAtom | None  # of lone tiles
+    store_dq: cute.CopyAtom | None  # if blocks store some of it
     gdQ: cute.Tensor | None
 
 
@@ -58,7 +66,8 @@ class Tiles:
     sLSE: cute.Tensor  # (tile_m, q_stage) fp32, times log2(e)
     sDelta: cute.Tensor  # (tile_m, do_stage) fp32
     sdQ: cute.Tensor  # (part elements, parts) fp32, in the order of the fragments
-    sdQ_rounded: cute.Tensor | None  # of lone tiles (rows, columns, 2 parts): every other one begins where a part does
+    sdQ_rounded: cute.Tensor | None  # (rows, columns, 2 parts): every other one begins where a part of sdQ does
+    sums: cute.Tensor | None  # (parts,) int32, `Sum`, if last blocks round
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from cuteflash.atoms import sm90 as atoms
 from cuteflash.core.convert import rounded_fragment
 from cuteflash.core.tile import KeyTile
 from cuteflash.core.views import aligned, transposed
-from cuteflash.kernels.sm90.bwd_bundles import Block, NamedBarrier, Tiles, Visit, readers_of_keys
+from cuteflash.kernels.sm90.bwd_bundles import Block, NamedBarrier, Sum, Tiles, Visit, readers_of_keys
 from cuteflash.traits.sm90 import WARPGROUP
 
 
@@ -116,14 +116,31 @@ def publish_dq(kernel: cutlass.Constexpr, dq: DqProduct, block: Block, position:
 
 @cute.jit
 def put_dq(kernel: cutlass.Constexpr, dq: DqProduct, block: Block, tile: KeyTile, stage: Int32, count: Int32):
-    """Fill a stage of sdQ for the `count`-th time: for a sum in fp32, or of a lone tile rounded."""
-    block.rings.dq_of(stage).acquire(count)
-    if const_expr(not kernel.traits.lone_tiles):
-        put_fragments(dq, block, stage)
-    elif block.launch.stores_dq(tile):
-        put_rounded(kernel, dq, block, stage)
+    """Fill a stage of sdQ for the `count`-th time: for a sum in fp32, or rounded, of a lone tile or as the last one."""
+    if const_expr(kernel.traits.last_rounds):
+        put_last(kernel, dq, block, stage, count)
     else:
+        block.rings.dq_of(stage).acquire(count)
+        if const_expr(not kernel.traits.lone_tiles):
+            put_fragments(dq, block, stage)
+        elif block.launch.stores_dq(tile):
+            put_rounded(kernel, dq, block, stage)
+        else:
+            put_fragments(dq, block, stage)
+
+
+@cute.jit
+def put_last(kernel: cutlass.Constexpr, dq: DqProduct, block: Block, stage: Int32, count: Int32):
+    """Fill a stage of sdQ for the `count`-th time: rounded, if it comes with all that the others have added."""
+    block.rings.dq_of(stage).acquire(count + 1)  # released before each step, with word of the sum
+    others = block.tiles.sums[stage]
+    if others == Sum.WHOLE:
+        add_fragments(dq, block, stage)
+    if others == Sum.PARTIAL:
         put_fragments(dq, block, stage)
+    else:
+        cute.arch.barrier(barrier_id=NamedBarrier.DQ_READ + dq.part, number_of_threads=WARPGROUP)
+        put_rounded(kernel, dq, block, stage)
 
 
 @cute.jit
@@ -138,33 +155,34 @@ def put_rounded(kernel: cutlass.Constexpr, dq: DqProduct, block: Block, stage: I
     cute.copy(copy, copy.retile(rounded_fragment(dq.acc, kernel.dtype)), copy.partition_D(part))
 
 
+def fragments(dq: DqProduct, block: Block, stage: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+    """(4, chunks) a thread's accumulator, and where it lies in a stage of sdQ."""
+    chunks = cute.size(dq.acc) // 4
+    start = aligned(block.tiles.sdQ[None, stage].iterator + dq.thread * 4, 16)
+    staged = cute.make_tensor(start, cute.make_layout((4, chunks), stride=(1, 4 * WARPGROUP)))
+    return cute.make_tensor(dq.acc.iterator, cute.make_layout((4, chunks))), staged
+
+
 @cute.jit
 def put_fragments(dq: DqProduct, block: Block, stage: Int32):
     """Fill a stage of sdQ: each thread's fragment by 16 bytes, neighbours side by side."""
-    chunks = cute.size(dq.acc) // 4
-    start = aligned(block.tiles.sdQ[None, stage].iterator + dq.thread * 4, 16)
-    target = cute.make_tensor(start, cute.make_layout((4, chunks), stride=(1, 4 * WARPGROUP)))
-    cute.autovec_copy(cute.make_tensor(dq.acc.iterator, cute.make_layout((4, chunks))), target)
+    acc, target = fragments(dq, block, stage)
+    cute.autovec_copy(acc, target)
 
 
 @cute.jit
 def take_fragments(dq: DqProduct, block: Block, stage: Int32):
     """What `put_fragments` put into a stage of sdQ, in the same threads."""
-    chunks = cute.size(dq.acc) // 4
-    start = aligned(block.tiles.sdQ[None, stage].iterator + dq.thread * 4, 16)
-    source = cute.make_tensor(start, cute.make_layout((4, chunks), stride=(1, 4 * WARPGROUP)))
-    cute.autovec_copy(source, cute.make_tensor(dq.acc.iterator, cute.make_layout((4, chunks))))
+    acc, source = fragments(dq, block, stage)
+    cute.autovec_copy(source, acc)
 
 
 @cute.jit
 def add_fragments(dq: DqProduct, block: Block, stage: Int32):
     """Add what `put_fragments` put into a stage of sdQ."""
-    chunks = cute.size(dq.acc) // 4
-    start = aligned(block.tiles.sdQ[None, stage].iterator + dq.thread * 4, 16)
-    source = cute.make_tensor(start, cute.make_layout((4, chunks), stride=(1, 4 * WARPGROUP)))
-    acc = cute.make_tensor(dq.acc.iterator, cute.make_layout((4, chunks)))
+    acc, source = fragments(dq, block, stage)
     some = cute.make_rmem_tensor((4, 1), Float32)
-    for j in cutlass.range_constexpr(chunks):
+    for j in cutlass.range_constexpr(cute.size(acc.shape[1])):
         cute.autovec_copy(cute.local_tile(source, (4, 1), (0, j)), some)
         for i in cutlass.range_constexpr(4):
             acc[i, j] = acc[i, j] + some[i, 0]

@@ -42,7 +42,7 @@ def make_tma(kernel, tensors: BwdTensors) -> Tma:
     store_dk, gdK = atoms.tma_store(keys(tensors.dk), smem_k, k_box)
     store_dv, gdV = atoms.tma_store(keys(tensors.dv), smem_v, v_box)
     store_dq = gdQ = None
-    if traits.lone_tiles:
+    if traits.stores_dq:
         smem_dq = cute.select(kernel.smem_layout_dq(), mode=[0, 1])
         store_dq, gdQ = atoms.tma_store(queries(tensors.dq), smem_dq, traits.dq_part)
     return Tma(load_q, load_do, load_k, load_v, store_dk, store_dv, gQ, gdO, gK, gV, gdK, gdV, store_dq, gdQ)
