@@ -168,7 +168,7 @@ def test_measured_rows_change_what_they_serve_and_nothing_else(tmp_path: pathlib
     assert path == tmp_path / "rows_sm90.py"
     after = choices(read_shipped(path), "sm_90a")
     changed = {key for key in before if after[key] != before[key]}
-    served = {("causal", dtype, "short") for dtype in DTYPES}
+    served = {("causal", dtype, lengths) for dtype in DTYPES for lengths in ("short", "moderate")}  # one, to a forward
     exact = {(128, 128, *some) for some in served}
     lent = {key for key in changed if max(key[:2]) == 128 and key[2:] in served}
     assert exact <= changed == lent
