@@ -136,6 +136,12 @@ def integers_of_python() -> Iterator[None]:
 
 
 @pytest.fixture
+def selects_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cutlass.select_` takes Python's values, too, which a kernel's source may get."""
+    monkeypatch.setattr(pytest.importorskip("cutlass"), "select_", lambda condition, a, b: a if condition else b)
+
+
+@pytest.fixture
 def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user without $HOME and without an entry in the user database, as containers may run with."""
 

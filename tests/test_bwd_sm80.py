@@ -25,7 +25,6 @@ from cuteflash.traits.row import ROW_HEAD_DIMS
 
 pytest.importorskip("cutlass")
 
-import cutlass
 
 from cuteflash.kernels.common.bwd_prepare import THREADS, lanes_of_row
 from cuteflash.kernels.common.workspace import WorkspaceTensors, WorkspaceTiles
@@ -302,27 +301,25 @@ def test_dq_is_summed_up_in_memory_unless_its_only_block_stores_it(is_packed: bo
             assert place.has_sum == (exists and not (lone_tiles and is_lone(seqlen_q, seqlen_k, "causal", 32)))
 
 
+@pytest.mark.usefixtures("selects_now")
 @pytest.mark.parametrize(
     ("lone_tiles", "seqlen_k", "blocks"), [(True, 32, 1), (True, 33, 7), (True, 0, 7), (False, 9, 7)]
 )
-def test_a_dense_batch_of_lone_tiles_has_no_sums_to_look_for(
-    lone_tiles: bool, seqlen_k: int, blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cutlass, "select_", lambda condition, a, b: a if condition else b)
+def test_a_dense_batch_of_lone_tiles_has_no_sums_to_look_for(lone_tiles: bool, seqlen_k: int, blocks: int) -> None:
     order: Any = SimpleNamespace(size=lambda: 7)
     tiles = tiles_of(order, 1, 1, Lengths(5, seqlen_k), False, lone_tiles, "full")
     assert tiles.blocks() == blocks
 
 
+@pytest.mark.usefixtures("selects_now")
 @pytest.mark.parametrize(
     ("mask", "seqlen_q", "seqlen_k", "blocks"),
     [("full", 99, 1, 1), ("full", 99, 0, 7), ("causal", 99, 99, 1), ("causal", 99, 98, 7), ("window", 99, 200, 1)],
 )
 def test_a_dense_batch_whose_last_blocks_round_has_no_sums_to_look_for_unless_a_query_sees_no_key(
-    mask: MaskKind, seqlen_q: int, seqlen_k: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+    mask: MaskKind, seqlen_q: int, seqlen_k: int, blocks: int
 ) -> None:
-    monkeypatch.setattr(cutlass, "select_", lambda condition, a, b: a if condition else b)
-    order: Any = SimpleNamespace(size=lambda: 7, tile=lambda index: (index, 0, 0))
+    order: Any = SimpleNamespace(size=lambda: 7)
     tiles = tiles_of(order, 1, 1, Lengths(seqlen_q, seqlen_k), False, False, mask, all_rounded=True)
     assert tiles.blocks() == blocks
 

@@ -6,14 +6,14 @@ import dataclasses
 import itertools
 from typing import Any
 
-import cutlass
 import pytest
 
 from cuteflash.core.mask import IntervalMask
-from cuteflash.core.tile import KeyTile, holds_dq
+from cuteflash.core.tile import holds_dq
 from cuteflash.problem import MASK_KINDS, BwdProblem, MaskKind
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
+from tests.visits import visits
 
 HOPPER = get_arch("sm_90a")
 HELD = BwdTraitsSm90(
@@ -21,12 +21,12 @@ HELD = BwdTraitsSm90(
 )
 
 
+@pytest.mark.usefixtures("selects_now")
 @pytest.mark.parametrize("is_spread", [False, True])
 @pytest.mark.parametrize("mask", MASK_KINDS)
 def test_the_first_visit_to_a_query_tile_begins_its_sum_and_the_last_completes_it(
-    mask: MaskKind, is_spread: bool, monkeypatch: pytest.MonkeyPatch
+    mask: MaskKind, is_spread: bool
 ) -> None:
-    monkeypatch.setattr(cutlass, "select_", lambda condition, a, b: a if condition else b)
     windows = itertools.product((0, 2, 9), (0, 3, 9)) if mask == "window" else [(0, 0)]
     chunks = (None, 3, 7) if mask == "window" else (None,)
     for (left, right), chunk, seqlen_q, seqlen_k in itertools.product(windows, chunks, (1, 4, 5, 11), (1, 5, 8, 13)):
@@ -34,13 +34,8 @@ def test_the_first_visit_to_a_query_tile_begins_its_sum_and_the_last_completes_i
         if not holds_dq(seqlen_q, seqlen_k, mask, 1, 2, 8):
             continue
         seen: dict[int, list[tuple[bool, bool]]] = {}
-        for n_block in range(-(-seqlen_k // 4)):
-            tile: Any = KeyTile(n_block, 0, 0, 0, 0, 0, n_block * 4, interval, 2, 4)  # type: ignore[arg-type]
-            blocks = tile.query_blocks(is_spread=is_spread)
-            m_block = blocks.first
-            for _ in range(blocks.count):
-                seen.setdefault(m_block, []).append(tile.ends_of(m_block))
-                m_block = blocks.following(m_block)
+        for tile, m_block in visits(interval, 2, 4, is_spread=is_spread):
+            seen.setdefault(m_block, []).append(tile.ends_of(m_block))
         assert sorted(seen) == list(range(-(-seqlen_q // 2)))
         for ends in seen.values():
             assert [first for first, _ in ends] == [True] + [False] * (len(ends) - 1)

@@ -6,16 +6,15 @@ import dataclasses
 import itertools
 from typing import Any
 
-import cutlass
 import pytest
 
 from cuteflash.core.mask import IntervalMask
-from cuteflash.core.tile import KeyTile
 from cuteflash.core.turns import turn_of
 from cuteflash.kernels.common.bwd_finish import DqParts
 from cuteflash.problem import MASK_KINDS, BwdProblem, MaskKind, Storage
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
+from tests.visits import visits
 
 HOPPER = get_arch("sm_90a")
 PARTS = BwdTraitsSm90(64, 128, 128, 128, last_rounds=True)
@@ -24,34 +23,26 @@ APART = BwdTraitsSm90(
 )
 
 
+@pytest.mark.usefixtures("selects_now")
 @pytest.mark.parametrize("mask", MASK_KINDS)
-def test_as_many_key_tiles_visit_a_query_tile_as_its_last_one_counts(
-    mask: MaskKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_key_tiles_visit_a_query_tile_as_its_last_one_counts(mask: MaskKind) -> None:
     """Each of them once, and with turns they come in ascending order: a count that is never reached would wait."""
-    monkeypatch.setattr(cutlass, "select_", lambda condition, a, b: a if condition else b)
-    windows = itertools.product((0, 2, 9, -1), (0, 3, 9)) if mask == "window" else [(0, 0)]
+    windows = itertools.product((0, 2, 9, 13), (0, 3, 9)) if mask == "window" else [(0, 0)]
     chunks = (None, 3, 7) if mask == "window" else (None,)
     for (left, right), chunk, seqlen_q, seqlen_k in itertools.product(windows, chunks, (1, 5, 11), (1, 5, 8, 13)):
-        if left < 0:
-            left = seqlen_k  # as far as there are keys
         interval: Any = IntervalMask(mask, seqlen_q, seqlen_k, left, right, chunk)
         turns: dict[int, list[int]] = {}
         counts: dict[int, set[int]] = {}
-        for n_block in range(-(-seqlen_k // 4)):
-            tile: Any = KeyTile(n_block, 0, 0, 0, 0, 0, n_block * 4, interval, 2, 4)  # type: ignore[arg-type]
-            blocks = tile.query_blocks(is_descending=True)
-            m_block = blocks.first
-            for _ in range(blocks.count):
-                keys = tile.key_blocks(m_block)
-                turns.setdefault(m_block, []).append(turn_of(interval, n_block, m_block, 2, 4))
-                counts.setdefault(m_block, set()).add(keys.hi - keys.lo)
-                m_block = blocks.following(m_block)
+        for tile, m_block in visits(interval, 2, 4, is_descending=True):
+            keys = tile.key_blocks(m_block)
+            turns.setdefault(m_block, []).append(turn_of(interval, tile.n_block, m_block, 2, 4))
+            counts.setdefault(m_block, set()).add(keys.hi - keys.lo)
         for m_block, found in turns.items():
             assert found == list(range(len(found)))
             assert counts[m_block] == {len(found)}
 
 
+@pytest.mark.usefixtures("selects_now")
 @pytest.mark.parametrize(
     ("origins", "expected"),
     [
@@ -60,10 +51,7 @@ def test_as_many_key_tiles_visit_a_query_tile_as_its_last_one_counts(
         (((0, 0), (0, 32)), {(0, 31): 10, (63, 0): 10, (0, 32): 11, (63, 63): 11}),
     ],
 )
-def test_each_element_belongs_to_the_part_that_holds_it(
-    origins: Any, expected: dict[tuple[int, int], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cutlass, "select_", lambda condition, a, b: a if condition else b)
+def test_each_element_belongs_to_the_part_that_holds_it(origins: Any, expected: dict[tuple[int, int], int]) -> None:
     unused: Any = None
     parts = DqParts(unused, 128, (64, 64), origins)
     values: Any = tuple(range(10, 10 + len(origins)))

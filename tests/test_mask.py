@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import cutlass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,12 +104,6 @@ def test_query_blocks_of_keys_are_those_that_see_one_and_those_that_see_all() ->
                 blocks = range(mask.seqlen_q // tile_m)
                 whole = {block for block in blocks if all(each[block * tile_m : (block + 1) * tile_m])}
                 assert set(range(*mask.full_m_blocks(first, last, tile_m))) == whole, (mask, first, last, tile_m)
-
-
-@pytest.fixture
-def selects_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python ints may be selected."""
-    monkeypatch.setattr(cutlass, "select_", lambda condition, a, b: a if condition else b)
 
 
 @pytest.mark.usefixtures("selects_now")
