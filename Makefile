@@ -9,7 +9,10 @@ RECEIPT := tests/gpu_receipt.json
 # environment says otherwise: without it, each of the processes that tests start compiles all that it imports.
 SINGLE := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: help setup demo test quick lint format typecheck gpu-test bench freeze clean
+# Whole files go to the processes, in the order of tests/conftest.py: the longest first. GPU tests run on the reference.
+WHOLE := $(SINGLE) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --device cpu
+
+.PHONY: help setup demo test record quick lint format typecheck gpu-test bench freeze clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -24,10 +27,12 @@ setup: $(READY)  ## create .venv and install everything pinned
 demo: $(READY)  ## real text through a real model whose attention is ours
 	$(BIN)/cuteflash demo
 
-# Whole files go to the processes, in the order of tests/conftest.py: the longest first.
 test: lint typecheck  ## everything that needs no GPU
-	$(SINGLE) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --device cpu  # gpu: on the reference
+	$(WHOLE)
 	@$(BIN)/python -m tests.receipt check $(RECEIPT)
+
+record: $(READY)  ## after a change of device code: all tests, then tests/kernels.json, which spares others compilations
+	$(WHOLE) --record
 
 quick: $(READY)  ## while developing: the tests that are not marked slow, in two minutes
 	$(SINGLE) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not slow"

@@ -17,9 +17,10 @@ from tests.receipt import ReceiptPlugin
 from tests.user_tables import OwnTables
 
 if TYPE_CHECKING:
-    from tests.cross_compile import KernelStore
+    from tests.kernel_store import KernelStore
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+KERNELS = "kernels"  # the directory of a run's kernels
 SLOW, QUICK = 3.0, 0.02  # seconds that a test marked slow takes, and another, on average
 
 # A table of the user's own must not decide what is tested; below a device there is none, and none can be written.
@@ -35,6 +36,7 @@ with contextlib.suppress(ImportError):  # a GPU's host runs tests/gpu, often wit
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--receipt", metavar="PATH", help="write the GPU test receipt (JSON) to PATH when the run ends")
+    parser.addoption("--record", action="store_true", help="write tests/kernels.json when the run, of all tests, ends")
     parser.addoption("--device", default="cuda", choices=["cuda", "cpu"], help="where the tests marked gpu run")
 
 
@@ -50,9 +52,22 @@ def setup_arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    path = config.getoption("--receipt")
-    if path and "PYTEST_XDIST_WORKER" not in os.environ:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    if path := config.getoption("--receipt"):
         config.pluginmanager.register(ReceiptPlugin(pathlib.Path(path)), "gpu-receipt")
+    if config.getoption("--record"):
+        config.pluginmanager.register(RecordPlugin(), "kernel-record")
+
+
+class RecordPlugin:
+    """Writes the record of kernels when a run ends; in the process that all others report to."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        from tests.kernel_record import PATH, write
+
+        write(PATH, session.config._tmp_path_factory.getbasetemp() / KERNELS)  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -115,11 +130,14 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def kernels(run_directory: pathlib.Path) -> KernelStore:
-    """Kernels by class, traits, problem and target, each compiled once in this run."""
-    from tests.cross_compile import KernelStore
+def kernels(run_directory: pathlib.Path) -> Iterator[KernelStore]:
+    """Kernels by class, traits, problem and target, each compiled once in this run, unless the record knows it."""
+    from tests.kernel_record import PATH, Record, write_part
+    from tests.kernel_store import KernelStore
 
-    return KernelStore(run_directory / "kernels")
+    store = KernelStore(run_directory / KERNELS, Record(PATH))
+    yield store
+    write_part(store.root, store.kernels)
 
 
 @pytest.fixture(scope="module")

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import functools
 import pathlib
 import re
 import subprocess
 import sysconfig
-import tempfile
 from typing import Any
 
 from cutlass import cute
 
-from cuteflash.compile.cache import key_digest
-from cuteflash.compile.key import cache_key
 from cuteflash.compile.options import compiler_options
 from cuteflash.compile.resources import Resources, parse_ptxas_log
 from tests import machine_code
@@ -65,6 +61,10 @@ class Compiled:
             return machine_code.count(self.cubin, instruction)
         return len(re.findall(rf"\b{instruction}", self.sass))
 
+    def found(self, pattern: str) -> tuple[str, ...]:
+        """What a regular expression, or its group, matches in the PTX: each text once, in order."""
+        return tuple(sorted(set(re.findall(pattern, self.ptx))))
+
     def assert_no_complaint(self) -> None:
         """No spill, no stack, no diagnostic, as ptxas reports it."""
         used = self.resources
@@ -81,30 +81,3 @@ def cross_compile(kernel: Any, target: str, folder: pathlib.Path) -> Compiled:
     """`kernel` for `target`, compiled now; the compiler's files go to the empty `folder`."""
     cute.compile[compiler_options(target, folder / REMARKS, kept=folder)](kernel, *kernel.fake_args())
     return Compiled(folder)
-
-
-class KernelStore:
-    """What a run of the tests has compiled: each kernel once, for all tests and for all processes of the run.
-
-    It is a directory that the run starts empty, never the user's cache: what was compiled before a change of source
-    or of the compiler would hide what the change breaks.
-    """
-
-    def __init__(self, root: pathlib.Path) -> None:
-        root.mkdir(exist_ok=True)
-        self.root = root
-        self._found: dict[str, Compiled] = {}
-
-    def __call__(self, kernel_cls: type, traits: Any, problem: Any, target: str) -> Compiled:
-        """`kernel_cls(traits, problem)` for `target`."""
-        digest = key_digest(cache_key(kernel_cls, traits, problem, target))
-        if digest not in self._found:
-            folder = self.root / digest
-            with open(self.root / f"{digest}.lock", "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
-                if not folder.exists():
-                    scratch = pathlib.Path(tempfile.mkdtemp(dir=self.root))
-                    cross_compile(kernel_cls(traits, problem), target, scratch)
-                    scratch.rename(folder)
-            self._found[digest] = Compiled(folder)
-        return self._found[digest]

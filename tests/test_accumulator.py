@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks import accumulator
 from benchmarks.accumulator import CHAINS, Findings, probe
 from cuteflash.reference import fp8_accumulator
-from tests.cross_compile import KernelStore
+from tests.kernel_store import KernelStore
 
 
 def modelled(c: Tensor, a: Tensor, b: Tensor) -> Tensor:

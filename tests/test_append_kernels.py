@@ -8,7 +8,7 @@ from cuteflash.append_planning import kernel_of
 from cuteflash.append_problem import AppendProblem
 from cuteflash.kernels.common.append_kv import AppendKv
 from cuteflash.traits.append import AppendTraits
-from tests.cross_compile import KernelStore
+from tests.kernel_store import KernelStore
 from tests.slow import slow_but
 
 # Each case is there for what no other case compiles.

@@ -33,7 +33,8 @@ from cutlass._mlir import ir  # noqa: E402
 from cutlass.cutlass_dsl import CuTeDSL  # noqa: E402
 
 from benchmarks.bank_kernels import MAX_WARPS, BankProbe  # noqa: E402
-from tests.cross_compile import Compiled, KernelStore  # noqa: E402
+from tests.cross_compile import Compiled  # noqa: E402
+from tests.kernel_store import KernelStore  # noqa: E402
 
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)([^;]*);")
 LABEL = re.compile(r"^(\.L_x_\d+):\n(?=(?:\.L_x_\d+:\n)*\s+/\*([0-9a-f]{4,})\*/)", re.MULTILINE)

@@ -14,7 +14,6 @@ from cuteflash.core.bwd_launch import LONE_HEADS
 from cuteflash.core.lengths import Lengths, Sequence
 from cuteflash.core.mask import IntervalMask
 from cuteflash.core.tile import is_lone
-from cuteflash.core.turns import turn_of
 from cuteflash.core.workspace import PARTS, Workspace
 from cuteflash.dispatch import choose_shipped
 from cuteflash.problem import DTYPES, MASK_KINDS, BwdProblem, MaskKind
@@ -31,7 +30,7 @@ from cuteflash.kernels.common.workspace import WorkspaceTensors, WorkspaceTiles
 from cuteflash.kernels.sm80.bwd import FlashBwdSm80
 from cuteflash.kernels.sm80.bwd_barriers import NamedBarrier, threads_of
 from cuteflash.kernels.sm80.bwd_turns import batch_of, last_batch, starts_batch
-from tests.cross_compile import KernelStore
+from tests.kernel_store import KernelStore
 
 ROW = BwdTraitsSm80(64, 128, 64, 64, dq_warps=4)  # shipped for sm_80, so that it is compiled anyway
 HARDEST = BwdProblem.dense("bf16", 64, 64, "window", softcap=True, deterministic=True)
@@ -143,27 +142,6 @@ def test_deterministic_calls_on_hopper_wait_for_no_fence_in_each_step() -> None:
         fences = (mask, size) == ("window", 256) or (dtype, mask, size) in SPILLING
         assert (traits.turn_warpgroup or traits.turn_steps > 1) != fences, problem
         assert traits.blocks_per_sm == (2 if size == 64 and mask != "window" else 1)
-
-
-def visits(mask: IntervalMask, tile_m: int, tile_n: int) -> dict[int, list[int]]:
-    """The key blocks that add to each query tile, by ascending key."""
-    found: dict[int, list[int]] = {}
-    for n_block in range(-(-mask.seqlen_k // tile_n)):
-        first = n_block * tile_n
-        for m_block in range(*mask.m_blocks(first, min(first + tile_n, mask.seqlen_k) - 1, tile_m)):
-            found.setdefault(m_block, []).append(n_block)
-    return found
-
-
-@pytest.mark.parametrize("mask", MASK_KINDS)
-def test_the_key_blocks_of_a_query_tile_take_turns_without_a_gap(mask: str) -> None:
-    windows = [(0, 0), (3, 2), (0, 9), (9, 0)] if mask == "window" else [(0, 0)]
-    for seqlen_q, seqlen_k, (left, right) in itertools.product((1, 5, 8, 13, 24), (1, 4, 9, 16, 30), windows):
-        for tile_m, tile_n in ((2, 4), (4, 2), (4, 4)):
-            interval = IntervalMask(mask, seqlen_q, seqlen_k, left, right)
-            for m_block, n_blocks in visits(interval, tile_m, tile_n).items():
-                turns = [turn_of(interval, n_block, m_block, tile_m, tile_n) for n_block in n_blocks]
-                assert turns == list(range(len(turns)))
 
 
 @pytest.mark.parametrize("mask", MASK_KINDS)

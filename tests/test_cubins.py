@@ -13,7 +13,7 @@ from cuteflash.problem import FwdProblem
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.tables import TABLES
 from tests import cubins
-from tests.cross_compile import KernelStore
+from tests.kernel_store import KernelStore
 from tests.toy_kernel import ToyKernel
 
 TRAITS = FwdTraitsSm80(64, 64, 64, 64)

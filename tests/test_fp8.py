@@ -27,7 +27,7 @@ from cuteflash.reference.fp8_accumulator import LEAST_EXPONENTS, KernelModel, ac
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
 from cuteflash.traits.quantize import QuantizeTraits, transpose_traits
-from tests.cross_compile import KernelStore
+from tests.kernel_store import KernelStore
 
 FP8 = torch.float8_e4m3fn
 NUM_SMS = 132

@@ -25,7 +25,7 @@ from cuteflash.dispatch import Choice, choose_shipped
 from cuteflash.kernels.sm90 import ragged
 from cuteflash.problem import LENGTH_MAX, FwdProblem, Operands, Scores, Storage
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90
-from tests.cross_compile import KernelStore
+from tests.kernel_store import KernelStore
 
 FP8 = torch.float8_e4m3fn
 FWD = torch.ops.cuteflash.fp8_varlen_fwd.default

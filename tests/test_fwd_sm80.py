@@ -18,7 +18,8 @@ from cutlass import cute  # noqa: E402
 from cuteflash.atoms import row_copies  # noqa: E402
 from cuteflash.core.views import transposed  # noqa: E402
 from cuteflash.kernels.sm80.fwd import FlashFwdSm80  # noqa: E402
-from tests.cross_compile import Compiled, KernelStore  # noqa: E402
+from tests.cross_compile import Compiled  # noqa: E402
+from tests.kernel_store import KernelStore  # noqa: E402
 from tests.slow import slow_but  # noqa: E402
 
 BANKS, BANK_BYTES, PHASE_ROWS = 32, 4, 8

@@ -14,7 +14,7 @@ from cuteflash.kernels.sm90.fwd import FlashFwdSm90
 from cuteflash.problem import FwdProblem, Storage
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from tests.cross_compile import KernelStore
+from tests.kernel_store import KernelStore
 from tests.slow import slow_but
 
 TARGET = "sm_90a"

@@ -14,7 +14,8 @@ from cuteflash.problem import FwdProblem  # noqa: E402
 from cuteflash.traits.arch import ARCHS  # noqa: E402
 from cuteflash.traits.sm80 import FwdTraitsSm80  # noqa: E402
 from tests import test_e4m3_cache_sm80  # noqa: E402
-from tests.cross_compile import Compiled, KernelStore  # noqa: E402
+from tests.cross_compile import Compiled  # noqa: E402
+from tests.kernel_store import KernelStore  # noqa: E402
 from tests.machine_code import count  # noqa: E402
 from tests.toy_kernel import ToyKernel  # noqa: E402
 

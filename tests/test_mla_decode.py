@@ -24,7 +24,7 @@ from cuteflash.mla_problem import MlaProblem
 from cuteflash.traits.arch import ARCHS, get_arch
 from cuteflash.traits.mla_sm90 import HELD_REGS, ORDER, PART_SLABS, PARTS, MlaTraitsSm90
 from cuteflash.traits.rows_mla_sm90 import ROWS
-from tests.cross_compile import KernelStore
+from tests.kernel_store import KernelStore
 
 HOPPER = get_arch("sm_90a")
 # Every pair of values of each two of the three. A kernel compiles for some ten seconds.

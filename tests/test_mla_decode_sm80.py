@@ -21,7 +21,7 @@ cutlass = pytest.importorskip("cutlass")
 from cutlass import cute  # noqa: E402
 
 from cuteflash.kernels.sm80.mla_decode import FlashMlaDecodeSm80  # noqa: E402
-from tests.cross_compile import KernelStore  # noqa: E402
+from tests.kernel_store import KernelStore  # noqa: E402
 
 AMPERE = get_arch("sm_80")
 PROBLEM = MlaProblem("bf16")

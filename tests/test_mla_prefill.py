@@ -18,7 +18,7 @@ from cuteflash.arguments import FwdArguments
 from cuteflash.dispatch import Choice, choose_shipped
 from cuteflash.packed_planning import TileCounters
 from cuteflash.problem import DENSE, FwdProblem, Operands, Scores, Storage
-from tests.cross_compile import KernelStore
+from tests.kernel_store import KernelStore
 
 PREFILL = torch.ops.cuteflash.mla_prefill.default
 HEADS, LENGTHS = 3, (5, 0, 12)

@@ -10,7 +10,7 @@ import pytest
 from cuteflash.dispatch import choose_shipped
 from cuteflash.problem import FwdProblem, MaskKind, Storage, StorageKind
 from cuteflash.traits.sm90 import FwdTraitsSm90
-from tests.cross_compile import KernelStore
+from tests.kernel_store import KernelStore
 
 pytestmark = pytest.mark.slow
 

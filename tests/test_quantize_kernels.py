@@ -21,7 +21,7 @@ from cuteflash.quantize_problem import Granularity, QuantizeOptions, QuantizePro
 from cuteflash.traits.arch import BLOCK_SMEM, get_arch
 from cuteflash.traits.quantize import COLUMNS, ROWS, SHARED_VISITS, TARGET, QuantizeTraits, traits_of
 from cuteflash.validate_quantize import QuantizeInputs
-from tests.cross_compile import KernelStore
+from tests.kernel_store import KernelStore
 from tests.slow import slow_but
 
 EVERYTHING: dict[str, Any] = {"transposes_v": True, "smooths_v": True}

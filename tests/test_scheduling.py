@@ -20,9 +20,9 @@ from cuteflash.problem import FwdProblem, Operands, Scores, Storage
 from cuteflash.schedule_problem import ScheduleOptions, ScheduleProblem, ScheduleScalars
 from cuteflash.traits.row import ROW_HEAD_DIMS
 from cuteflash.traits.schedule import ScheduleTraits
-from tests.cross_compile import KernelStore
 from tests.gpu.checks import Case
 from tests.gpu.paged import Paged
+from tests.kernel_store import KernelStore
 from tests.slow import slow_but
 
 CPU, NUM_SMS = torch.device("cpu"), 132

@@ -13,7 +13,7 @@ from cuteflash.dispatch import choose_shipped, kernel_class
 from cuteflash.problem import BwdProblem, Dtype, FwdProblem, MaskKind, Operands, Problem, Scores, Storage
 from cuteflash.traits.length_class import LengthClass
 from tests import spills
-from tests.cross_compile import KernelStore
+from tests.kernel_store import KernelStore
 from tests.spills import SPILLS, is_allowed, kernel_id
 
 TARGET = "sm_90a"

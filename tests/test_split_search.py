@@ -174,7 +174,7 @@ def test_tiles_of_unequal_sequences(count: int, is_packed: bool) -> None:
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", COUNTS[::3])
 def test_starts_that_were_computed_before(count: int, is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks visit what they would find themselves; by starts of other lengths, nothing that does not exist."""
     choose = random.Random(f"{count} {is_packed}")

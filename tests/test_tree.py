@@ -15,7 +15,7 @@ from cuteflash.core.mask import IntervalMask
 from cuteflash.dispatch import choose_shipped
 from cuteflash.problem import TREE_TOKENS_MAX, FwdProblem, Operands, Scores, Storage
 from cuteflash.traits.row import ROW_HEAD_DIMS
-from tests.cross_compile import KernelStore
+from tests.kernel_store import KernelStore
 from tests.slow import slow_but
 from tests.trees import branches, by_hand, chain, some_tree
 

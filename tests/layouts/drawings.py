@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from layouts.scene import Descriptor, Scene, Touch
 
+if TYPE_CHECKING:
+    from tests.kernel_record import Kernel
+
 WARPGROUP = 128
-ENCODED = re.compile(r"or\.b64\s[^;]*,\s(-?\d{16,})")
+ENCODED = r"or\.b64\s[^;]*,\s(-?\d{16,})"
+LIMITED = r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)"
 
 
 def elements(touch: Touch) -> np.ndarray[Any, Any]:
@@ -48,9 +51,14 @@ def descriptors_of(scene: Scene) -> set[int]:
     return {constant(descriptor) for descriptor in found if descriptor}
 
 
-def descriptors_in(ptx: str) -> set[int]:
-    """The constant fields of the matrix descriptors that PTX makes."""
-    return {int(text) % (1 << 64) for text in ENCODED.findall(ptx)}
+def descriptors_in(kernel: Kernel) -> set[int]:
+    """The constant fields of the matrix descriptors that a kernel's PTX makes."""
+    return {int(text) % (1 << 64) for text in kernel.found(ENCODED)}
+
+
+def limits_in(kernel: Kernel) -> set[int]:
+    """The registers a thread that warps of a kernel ask for."""
+    return {int(text) for text in kernel.found(LIMITED)}
 
 
 def constant(descriptor: Descriptor) -> int:

@@ -17,8 +17,8 @@ from cuteflash.traits.tables import FEW_ROWS
 from layouts.rows import make_scene, shipped_rows, touch_ways
 from layouts.scene import Scene
 from tests import test_few_rows
-from tests.cross_compile import KernelStore
-from tests.layouts.drawings import assert_operands_covered, byte_addresses
+from tests.kernel_store import KernelStore
+from tests.layouts.drawings import assert_operands_covered, byte_addresses, limits_in
 from tests.layouts.dsl_oracle import smem_offsets
 from tests.layouts.test_cache_rows import Words
 
@@ -197,9 +197,8 @@ def test_budgets_and_instructions_are_the_compilers(row: Any, kernels: KernelSto
     compiled = kernels(FlashFewSm90, row.traits, problem, "sm_90a")
     registers = scene.budget["registers"]
     assert compiled.resources.registers == registers["launch"]
-    setmax = {int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", compiled.ptx)}
-    assert setmax == {role["limit"] for role in registers["roles"]}
+    assert limits_in(compiled) == {role["limit"] for role in registers["roles"]}
     assert scene.budget["smem"]["total"] == row.traits.smem_bytes
     asked = {part for step in scene.steps if step.kind in ("ldmatrix", "mma") for part in step.instruction.split(", ")}
     for instruction in {*asked, *scene.step("turn_p").instruction.split(", ")}:
-        assert instruction in compiled.ptx
+        assert compiled.found(re.escape(instruction)), instruction

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import re
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,8 @@ from layouts.dsl import context
 from layouts.rows import KERNELS_OWN, ShippedRow, make_scene, shipped_rows, touch_ways, worst_ways
 from layouts.scene import AXES, Fragment, Scene, Step
 from tests import test_e4m3_cache, test_e4m3_cache_sm80, test_split, test_tables
-from tests.cross_compile import KernelStore
-from tests.layouts.drawings import WARPGROUP, by_issuer, descriptors_in, descriptors_of, elements
+from tests.kernel_store import KernelStore
+from tests.layouts.drawings import WARPGROUP, by_issuer, descriptors_in, descriptors_of, elements, limits_in
 from tests.layouts.dsl_oracle import copied_by, owned_by, smem_offsets
 from tests.slow import slow_but
 
@@ -329,9 +328,8 @@ def test_budgets_and_descriptors_are_the_compilers(name: str, kernels: KernelSto
     assert max(ends) == row.choice.traits.smem_bytes
     if row.family == "sm90":
         assert compiled.resources.registers == registers["launch"]
-        setmax = {int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", compiled.ptx)}
-        assert setmax == {role["limit"] for role in registers["roles"]}
-        assert descriptors_in(compiled.ptx) >= descriptors_of(scene)
+        assert limits_in(compiled) == {role["limit"] for role in registers["roles"]}
+        assert descriptors_in(compiled) >= descriptors_of(scene)
     else:
         held = sum(part["registers"] for part in registers["roles"][0]["parts"] if part["name"].startswith("acc"))
         assert held < compiled.resources.registers <= registers["launch"]
