@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import sys
 
 from cuteflash import usertable
-from cuteflash.dispatch import choose
+from cuteflash.calls import Known
+from cuteflash.dispatch import choices, choose
+from cuteflash.planning import Planner
 from cuteflash.problem import Operation
 from cuteflash.traits.arch import Family
 from cuteflash.traits.row import TableKey
@@ -41,3 +44,24 @@ class OwnTables:
         """As a new process would start."""
         usertable.load.cache_clear()
         choose.cache_clear()
+        choices.cache_clear()
+        for name, module in list(sys.modules.items()):
+            if name.startswith("cuteflash."):
+                for value in vars(module).values():
+                    forget_plans(value)
+
+
+def forget_plans(value: object) -> None:
+    """Empty what an object of a module, an operator's implementation for example, has planned."""
+    if isinstance(value, Known):
+        value._all.clear()
+        value.last = None, None
+    elif isinstance(value, Planner):
+        value._plans.clear()
+    elif isinstance(value, tuple):
+        for item in value:
+            forget_plans(item)
+    elif type(value).__module__.startswith("cuteflash.") and not isinstance(value, type):
+        for item in getattr(value, "__dict__", {}).values():
+            if isinstance(item, (Known, Planner, tuple)):
+                forget_plans(item)

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
-from cuteflash.traits.row import Row
 from tests.gpu import packed_gradients
 from tests.gpu.checks import Case
+from tests.gpu.conftest import OwnRow
 from tests.gpu.gradients import assert_repeats, check, gradients, small, upstream
 from tests.gpu.packed import Packed
-from tests.user_tables import MEASURED, OwnTables
 
 pytestmark = pytest.mark.gpu
 
@@ -35,21 +34,16 @@ PAIRS = [(form, mask) for form in FORMS for mask in MASKS if mask != "window" or
 PACKED = (0, 1, 600, 128, 129, 0, 257, 1030, 64)
 
 
-@pytest.fixture
-def own_row(own_tables: OwnTables, hopper: torch.device) -> OwnTables:
-    return own_tables
-
-
-def use(own_row: OwnTables, form: str, in_turn: bool) -> int:
+def use(own_row: OwnRow, form: str, in_turn: bool) -> int:
     """Make all backward calls of the form's head dim, which it returns, take it."""
     traits = dataclasses.replace(FORMS[form], last_rounds=True, in_turn=in_turn)
-    own_row.write("sm_90a", "sm90", [MEASURED(Row(traits))], "bwd")
+    own_row.use(traits, dataclasses.replace(FORMS["columns"], last_rounds=True))
     return traits.head_dim
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize(("form", "mask"), PAIRS)
-def test_dense_batches(form: str, mask: str, in_turn: bool, own_row: OwnTables, device: torch.device) -> None:
+def test_dense_batches(form: str, mask: str, in_turn: bool, own_row: OwnRow, device: torch.device) -> None:
     case = dataclasses.replace(MASKS[mask], head_dim=use(own_row, form, in_turn))
     for seqlen_q, seqlen_k in LENGTHS if device.type == "cuda" else LENGTHS[:2]:
         check(small(device, dataclasses.replace(case, seqlen_q=seqlen_q, seqlen_k=seqlen_k)), "sm90", device)
@@ -61,7 +55,7 @@ def test_dense_batches(form: str, mask: str, in_turn: bool, own_row: OwnTables, 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_blocks_of_many_heads_that_meet_at_tiles(
-    form: str, causal: bool, in_turn: bool, own_row: OwnTables, device: torch.device
+    form: str, causal: bool, in_turn: bool, own_row: OwnRow, device: torch.device
 ) -> None:
     case = Case(1024, 1024, head_dim=use(own_row, form, in_turn), batch=8, heads=24, kv_heads=24, causal=causal)
     for seed in range(3 if device.type == "cuda" else 1):
@@ -69,7 +63,7 @@ def test_blocks_of_many_heads_that_meet_at_tiles(
 
 
 @pytest.mark.parametrize(("form", "mask"), PAIRS)
-def test_packed_sequences(form: str, mask: str, own_row: OwnTables, device: torch.device) -> None:
+def test_packed_sequences(form: str, mask: str, own_row: OwnRow, device: torch.device) -> None:
     case = dataclasses.replace(MASKS[mask], head_dim=use(own_row, form, in_turn=False))
     lengths = PACKED if device.type == "cuda" else PACKED[:4]
     packed_gradients.check(Packed(lengths, case=case), "sm90", device)
@@ -78,7 +72,7 @@ def test_packed_sequences(form: str, mask: str, own_row: OwnTables, device: torc
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_deterministic_calls_repeat(form: str, own_row: OwnTables, device: torch.device) -> None:
+def test_deterministic_calls_repeat(form: str, own_row: OwnRow, device: torch.device) -> None:
     head_dim = use(own_row, form, in_turn=False)
     case = small(device, Case(600, 600, head_dim=head_dim, heads=6, kv_heads=3, causal=True, lse=True))
     check(case, "sm90", device, deterministic=True)

@@ -7,11 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from cuteflash.traits.row import Row
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from tests.gpu.checks import Case, assert_right, call, check
+from tests.gpu.conftest import OwnRow
 from tests.gpu.pairwise import every_pair
-from tests.user_tables import MEASURED, OwnTables
 
 pytestmark = pytest.mark.gpu
 
@@ -36,17 +35,10 @@ LENGTHS = ((1, 300), (113, 203), (203, 113), (385, 385), (700, 130), (1030, 1100
 MASKS = {"full": Case(), "causal": Case(causal=True), "window": Case(window=(70, 30)), "left": Case(window=(200, -1))}
 
 
-@pytest.fixture
-def own_row(own_tables: OwnTables, cuda: torch.device) -> OwnTables:
-    if torch.cuda.get_device_capability(cuda)[0] != 9:
-        pytest.skip("traits of the sm90 family")
-    return own_tables
-
-
 @every_pair(switch=tuple(SWITCHES), head_dim=tuple(BASES), mask=tuple(MASKS))
-def test_a_switch_is_right(switch: str, head_dim: int, mask: str, own_row: OwnTables, cuda: torch.device) -> None:
+def test_a_switch_is_right(switch: str, head_dim: int, mask: str, own_row: OwnRow, cuda: torch.device) -> None:
     traits = dataclasses.replace(BASES[head_dim], **SWITCHES[switch])
-    own_row.write("sm_90a", "sm90", [MEASURED(Row(traits))])
+    own_row.use(traits)
     case = dataclasses.replace(MASKS[mask], head_dim=head_dim)
     for seqlen_q, seqlen_k in LENGTHS:
         check(dataclasses.replace(case, seqlen_q=seqlen_q, seqlen_k=seqlen_k), "sm90", cuda)
@@ -60,10 +52,10 @@ def test_a_switch_is_right(switch: str, head_dim: int, mask: str, own_row: OwnTa
 
 @every_pair(where=tuple(REPAIRED), head_dim=tuple(BASES), mask=tuple(MASKS), dtype=["bf16", "fp16"])
 def test_blocks_that_outgrow_the_first_maxima_are_repaired(
-    where: str, head_dim: int, mask: str, dtype: str, own_row: OwnTables, cuda: torch.device
+    where: str, head_dim: int, mask: str, dtype: str, own_row: OwnRow, cuda: torch.device
 ) -> None:
     traits = dataclasses.replace(BASES[head_dim], **REPAIRED[where])
-    own_row.write("sm_90a", "sm90", [MEASURED(Row(traits))])
+    own_row.use(traits)
     # Neither the first keys nor the last ones. Heads differ in how far these outgrow the others: not, a little, past
     # all numbers; and in the last four they grow from block to block, seen from either end.
     case = dataclasses.replace(MASKS[mask], head_dim=head_dim, dtype=dtype, heads=8, lse=True, seqlen_q=2500)
@@ -78,8 +70,8 @@ def test_blocks_that_outgrow_the_first_maxima_are_repaired(
     assert_right((q, k, v), case, out, lse)
 
 
-def test_what_is_not_a_number_stays_in_its_row(own_row: OwnTables, cuda: torch.device) -> None:
-    own_row.write("sm_90a", "sm90", [MEASURED(Row(dataclasses.replace(BASES[64], fixed_max=True)))])
+def test_what_is_not_a_number_stays_in_its_row(own_row: OwnRow, cuda: torch.device) -> None:
+    own_row.use(dataclasses.replace(BASES[64], fixed_max=True))
     case = Case(seqlen_q=1000, head_dim=64)
     q, k, v = case.inputs(cuda)
     q[1, 77, 2, 5] = float("nan")
