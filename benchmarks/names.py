@@ -23,6 +23,7 @@ TITLES = {
     "sm80": "ours sm80",
     "sm90-fp8-vt": "FP8 Vᵀ",
     "sm90-fp8": "FP8 V",
+    UNNAMED + DETERMINISTIC: "ours det.",
     "sm90-det": "sm90 det.",
     "sm80-det": "sm80 det.",
     UNNAMED + DENSE: "ours dense",

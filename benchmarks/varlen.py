@@ -30,7 +30,7 @@ from cuteflash.tune.timing import Runner
 from . import contest, running
 from .command import add_json, current_gpu
 from .judges import GradientJudge, Judge, OutputJudge
-from .names import DENSE, OURS, UNNAMED, family_of
+from .names import DENSE, DETERMINISTIC, OURS, UNNAMED, family_of, is_deterministic, is_ours
 from .packed import DISTRIBUTIONS, PackedCell, PackedInputs
 from .running import Plan, Result
 
@@ -38,7 +38,7 @@ ROUNDS = 10  # each of five implementations and the matrix product runs right af
 QUICK_ROUNDS = 3
 HEAD_DIMS = (64, 128)
 MASKS: tuple[MaskKind, ...] = ("full", "causal")
-ALLOWED = (*(name + end for end in ("", DENSE) for name in (UNNAMED, *OURS)), "fa4")
+ALLOWED = (*(name + end for end in ("", DETERMINISTIC, DENSE) for name in (UNNAMED, *OURS)), "fa4")
 NAMES = (UNNAMED, "sm80", UNNAMED + DENSE, "sm80" + DENSE, "fa4")
 
 
@@ -64,7 +64,9 @@ def packed_attention(name: str, inputs: PackedInputs) -> Attention:
         "max_seqlen_k": inputs.longest,
         "causal": causal,
     }
-    if name in (UNNAMED, *OURS):
+    if is_ours(name):
+        if is_deterministic(name):
+            sequences["deterministic"] = True
         return Attention(functools.partial(cuteflash.flash_attn_varlen_func, family=family_of(name), **sequences))
     from flash_attn.cute import flash_attn_varlen_func
 

@@ -20,6 +20,7 @@ from cuteflash.cli import bench
 from cuteflash.problem import MaskKind
 
 CPU = torch.device("cpu")
+DETERMINISTIC: list[bool] = []  # what calls asked for
 
 
 def small(distribution: str = "equal", mask: MaskKind = "causal") -> PackedCell:
@@ -41,6 +42,7 @@ def by_sequence(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, causal
     assert torch.equal(options.pop("cu_seqlens_k"), cu_seqlens_q)
     ends = cu_seqlens_q.tolist()
     assert options.pop("max_seqlen_q") == options.pop("max_seqlen_k") == max(b - a for a, b in itertools.pairwise(ends))
+    DETERMINISTIC.append(options.pop("deterministic", False))
     assert set(options) == {"family"}
     parts = [
         torch.nn.functional.scaled_dot_product_attention(*(x[a:b].transpose(0, 1) for x in (q, k, v)), is_causal=causal)
@@ -80,6 +82,13 @@ def test_only_equal_lengths_run_dense() -> None:
     plan = running.Plan([], ["sm90", "sm90-dense"], rounds=1)
     cells = varlen.measure_cell(plan, small("zipf"), CPU, None, backward=False)["cells"]
     assert list(cells["results"]) == ["sm90"] and "problem" not in cells["results"]["sm90"]
+
+
+def test_a_deterministic_implementation_asks_for_it() -> None:
+    DETERMINISTIC.clear()
+    plan = running.Plan([], ["default-det"], rounds=1)
+    cells = varlen.measure_cell(plan, small("zipf"), CPU, None, backward=True)["cells"]
+    assert "problem" not in cells["results"]["default-det"] and DETERMINISTIC and all(DETERMINISTIC)
 
 
 @pytest.mark.parametrize("row", [3, 40, 95])
