@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cuteflash.compile import build
-from cuteflash.dispatch import choose, kernel_class
+from cuteflash.dispatch import choices, choose, kernel_class
 from cuteflash.mla_problem import AnyProblem
 from cuteflash.problem import BwdProblem, FwdProblem, Operands, Scores
 from cuteflash.traits.length_class import length_class_of
@@ -43,7 +43,10 @@ def build_all(kernels: Iterable[tuple[Any, Any, Any]], target: str, jobs: int) -
 
 
 def kernels_with_gradients(cells: Iterable[Cell], names: Sequence[str], target: str) -> Iterator[Kernel]:
-    """What forward and backward of cells run, by the tables; without those that no row serves, which fail when run."""
+    """What forward and backward of cells run, by the tables, with however many blocks; what no row serves is left out.
+
+    That fails when it is run.
+    """
     for cell in cells:
         operands = cell.dtype, cell.head_dim, cell.head_dim_v, cell.mask
         for name in filter(is_ours, names):
@@ -51,7 +54,8 @@ def kernels_with_gradients(cells: Iterable[Cell], names: Sequence[str], target: 
             for problem in (FwdProblem.dense(*operands, lse=True), backward):
                 with contextlib.suppress(NotImplementedError):
                     lengths = length_class_of(cell.seqlen_q, cell.seqlen, problem.operation)
-                    yield choose(problem, target, family_of(name), lengths).traits, problem
+                    for choice in choices(problem, target, family_of(name), lengths):
+                        yield choice.traits, problem
 
 
 def fp8_kernels(cells: Iterable[Cell], names: Sequence[str], target: str) -> Iterator[Kernel]:

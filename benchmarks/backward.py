@@ -4,6 +4,7 @@
     python -m benchmarks.backward --json PATH    # the published grid
     python -m benchmarks.backward --set more     # head dims between those of the grid
     python -m benchmarks.backward --set brief    # many short sequences
+    python -m benchmarks.backward --set few      # an eighth of the tokens: few heads, or a last wave of blocks
 
 All implementations run through torch's autograd: what it adds on the device is nothing, and what it adds on the host is
 not charged to a kernel (see `cuteflash.tune.timing`). Every gradient of each cell is checked before it is timed. A
@@ -45,10 +46,12 @@ HOST_CALLS = 100  # launches of that many fit into the launch queue
 ALLOWED = (UNNAMED, "sm90", "sm80", "sm90-det", "sm80-det", "fa4", "fa4-det", "cudnn", "fa2")
 # flash-attn-4 compiles its deterministic kernels in each process, for a minute.
 NAMES = tuple(name for name in ALLOWED if name not in (UNNAMED, "fa4-det"))
+WITH_UNNAMED = (UNNAMED, "sm90", "sm80", "fa4", "cudnn", "fa2")
 SETS = {
     "grid": Choice(names=NAMES),  # the published one
     "more": Choice(head_dims=(96, 192), seqlens=(1024, 8192), names=NAMES),
-    "brief": Choice((32, 64, 128), seqlens=(16, 64, 128, 256), names=(UNNAMED, "sm90", "sm80", "fa4", "cudnn", "fa2")),
+    "brief": Choice((32, 64, 128), seqlens=(16, 64, 128, 256), names=WITH_UNNAMED),
+    "few": Choice((64, 128), seqlens=(256, 512, 1024, 2048), names=WITH_UNNAMED, tokens=2048),
 }
 
 

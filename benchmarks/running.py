@@ -18,7 +18,7 @@ import torch
 
 from cuteflash.problem import Dtype, MaskKind
 from cuteflash.tune import machine
-from cuteflash.tune.cells import HEAD_DIMS, SEQLENS, Cell, grid
+from cuteflash.tune.cells import HEAD_DIMS, SEQLENS, TOKENS, Cell, grid
 from cuteflash.tune.inputs import PLAIN
 from cuteflash.tune.machine import Matmul
 from cuteflash.tune.timing import HangError
@@ -32,7 +32,12 @@ Result = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """What to measure: the product of all fields but the last, which are the implementations."""
+    """What to measure: the product of all fields but the last two.
+
+    Attributes:
+        names: the implementations.
+        tokens: keys of all sequences of a cell.
+    """
 
     head_dims: tuple[int, ...] = HEAD_DIMS
     masks: tuple[MaskKind, ...] = ("full", "causal")
@@ -40,10 +45,12 @@ class Choice:
     dtypes: tuple[Dtype, ...] = ("bf16",)
     inputs: tuple[str, ...] = (PLAIN,)
     names: tuple[str, ...] = NAMES
+    tokens: int = TOKENS
 
     @property
     def cells(self) -> list[Cell]:
-        return grid(self.head_dims, self.seqlens, self.masks, self.dtypes, self.inputs)
+        cells = grid(self.head_dims, self.seqlens, self.masks, self.dtypes, self.inputs)
+        return [dataclasses.replace(cell, tokens=self.tokens) for cell in cells]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

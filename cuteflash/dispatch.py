@@ -115,7 +115,19 @@ def choose(
     """
     query_rows = UNBOUNDED if tile_rows is None else tile_rows
     key = table_key(problem.operation, target, family, lengths, query_rows)
-    return _choose(problem, key, lengths, usertable.load(key), query_rows)
+    return _choices(problem, key, lengths, usertable.load(key), query_rows)[0]
+
+
+@functools.cache
+def choices(
+    problem: AnyProblem, target: str, family: Family | None = None, lengths: LengthClass = "long"
+) -> tuple[Choice, ...]:
+    """What `choose` chooses, and what calls with too few blocks for it take instead.
+
+    A call takes the first that `Row.is_filled`; the last one serves any. Arguments and errors are those of `choose`.
+    """
+    key = table_key(problem.operation, target, family, lengths, UNBOUNDED)
+    return _choices(problem, key, lengths, usertable.load(key), UNBOUNDED)
 
 
 @functools.cache
@@ -128,7 +140,8 @@ def choose_shipped(
 ) -> Choice:
     """`choose` on a machine without tables of the user's own."""
     query_rows = UNBOUNDED if tile_rows is None else tile_rows
-    return _choose(problem, table_key(problem.operation, target, family, lengths, query_rows), lengths, (), query_rows)
+    key = table_key(problem.operation, target, family, lengths, query_rows)
+    return _choices(problem, key, lengths, (), query_rows)[0]
 
 
 def offers(
@@ -137,14 +150,17 @@ def offers(
     """The rows that may run a problem, best first: row, its traits with the problem's padded head dims, why not.
 
     Those made for the head dims come first, then those of the square that holds them. The one to take is the first
-    with no reason why not. `query_rows`: see `Row.serves`.
+    with no reason why not, which ends them if it serves any number of blocks. `query_rows`: see `Row.serves`.
     """
     head_dim, head_dim_v = padded_head_dim(problem.operands.head_dim), padded_head_dim(problem.operands.head_dim_v)
     square = max(head_dim, head_dim_v)
     for made_for in dict.fromkeys([(head_dim, head_dim_v), (square, square)]):
         for row in rows:
             if (row.traits.head_dim, row.traits.head_dim_v) == made_for and row.serves(problem, lengths, query_rows):
-                yield row, *_fitted(row.traits, head_dim, head_dim_v, arch)
+                traits, reason = _fitted(row.traits, head_dim, head_dim_v, arch)
+                yield row, traits, reason
+                if reason is None and row.serves_any_number:
+                    return
 
 
 @functools.lru_cache(FITTED_MAX)
@@ -185,7 +201,7 @@ def choose_mla(problem: MlaProblem, rows: int, target: str, family: Family | Non
         NotImplementedError: the target does not run the family, or no row of it.
     """
     key = table_key(problem.operation, target, family or ("sm80" if problem.is_e4m3 else None), "decode", rows)
-    return cast(MlaTraits, _choose(problem, key, "decode", usertable.load(key), rows).traits)
+    return cast(MlaTraits, _choices(problem, key, "decode", usertable.load(key), rows)[0].traits)
 
 
 def check_family(target: str, family: Family | None) -> None:
@@ -220,19 +236,22 @@ def table_key(
     return TableKey(operation, target, family)
 
 
-def _choose(
+def _choices(
     problem: AnyProblem, key: TableKey, lengths: LengthClass, own_rows: Sequence[MeasuredRow], query_rows: int
-) -> Choice:
-    """The choice from the user's rows, then the shipped ones."""
+) -> tuple[Choice, ...]:
+    """The choices from the user's rows, then the shipped ones; see `choices`."""
     if lengths not in LENGTH_CLASSES:
         raise ValueError(f"lengths is {lengths!r}; allowed: {', '.join(LENGTH_CLASSES)}")
     rows = (*(own.row for own in own_rows), *shipped_rows(problem, key))
-    reasons = []
+    reasons, found = [], []
     for row, traits, reason in offers(rows, problem, lengths, get_arch(key.target), query_rows):
-        if reason is None:
+        if reason is not None:
+            reasons.append(f"{row.traits.tile_m}x{row.traits.tile_n} {reason}")
+        else:
             own = next((own for own in own_rows if own.row is row), None)
-            return Choice(key.family, traits, row, _source(row, traits, key, own))
-        reasons.append(f"{row.traits.tile_m}x{row.traits.tile_n} {reason}")
+            found.append(Choice(key.family, traits, row, _source(row, traits, key, own)))
+    if found:
+        return tuple(found)
     if isinstance(problem, MlaProblem):
         cache = "an e4m3 cache" if problem.is_e4m3 else problem.dtype
         raise NotImplementedError(

@@ -25,10 +25,10 @@ from torch import Tensor, are_deterministic_algorithms_enabled
 
 from cuteflash.arguments import BwdOptions, FwdOptions, bwd_options, without_sinks
 from cuteflash.autograd import Dispatched, DispatchedSinks, attend, attend_sinks
+from cuteflash.bwd_planning import BwdPlanner
 from cuteflash.calls import Call, Known, bwd_call_of, call_of, call_with_sinks
 from cuteflash.operators import Operator, define
 from cuteflash.planning import (
-    BwdPlanner,
     FwdPlanner,
     Launch,
     Result,

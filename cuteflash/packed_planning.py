@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, empty_like
 
 from cuteflash.arguments import BwdOptions, Fp8Options, FwdOptions, PackedTensors, mask_of_window
+from cuteflash.bwd_planning import bwd_scalars
 from cuteflash.compile import compiled
 from cuteflash.dispatch import choose, current_target
 from cuteflash.planning import (
     DTYPE_NAMES,
     Result,
-    bwd_scalars,
     fwd_scalars,
     should_pack,
     sink_dtype,

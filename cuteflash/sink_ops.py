@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cuteflash.arguments import BwdOptions
+from cuteflash.bwd_planning import BwdPlanner
 from cuteflash.calls import Known, bwd_call_of, call_with_sinks
 from cuteflash.operators import Operator, define
 from cuteflash.ops import ALIGNMENT_MASK, BWD, is_determinism_enforced
 from cuteflash.packed_ops import VARLEN_BWD, call_of, count_backward_flops
 from cuteflash.packed_planning import bwd_launch
-from cuteflash.planning import BwdPlanner, Launch, Result
+from cuteflash.planning import Launch, Result
 from cuteflash.reference import sink_gradient
 from cuteflash.strides import compacted
 from cuteflash.torch_internals import OpOverload

@@ -25,7 +25,7 @@ from cuteflash.traits.arch import get_arch
 from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey, kind_of, kinds_of
 from cuteflash.traits.values import field_types, make_traits
 
-FORMAT = 4
+FORMAT = 5
 VARIABLE = "CUTEFLASH_CONFIG_DIR"
 MOVES = f"{VARIABLE} moves it"
 
@@ -224,6 +224,7 @@ def _measured_row(values: Any, key: TableKey) -> MeasuredRow:
     served: dict[str, Any] = {
         name: tuple(_field(values, name, list)) for name in ("masks", "dtypes", "lengths", "without", "query_rows")
     }
+    served |= {name: _field(values, name, float, int) for name in ("waves", "filled")}
     tflops = _field(values, "tflops", float, int)
     if not 0 < tflops < math.inf:
         raise ValueError(f"its tflops is {tflops}; allowed: a positive number")

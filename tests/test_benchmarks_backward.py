@@ -120,18 +120,25 @@ def test_grid_is_that_of_the_forward() -> None:
     assert backward.SETS["grid"].cells == grid()
     assert set(backward.NAMES) < set(backward.ALLOWED)
     assert {cell.head_dim for cell in backward.SETS["more"].cells} == {96, 192}
+    few = [(cell.batch, cell.seqlen, cell.heads) for cell in backward.SETS["few"].cells if cell.mask == "causal"]
+    assert few[:4] == [(8, 256, 32), (4, 512, 32), (2, 1024, 32), (1, 2048, 32)] and few[-1] == (1, 2048, 16)
 
 
 def test_kernels_to_compile_ahead_are_those_of_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "choose", lambda problem, *slot: types.SimpleNamespace(traits=slot))
+    def choices(problem: Any, *slot: str) -> list[Any]:
+        """Of a backward a second row, for few blocks."""
+        numbers = range(2 if problem.operation == "bwd" else 1)
+        return [types.SimpleNamespace(traits=(*slot, number)) for number in numbers]
+
+    monkeypatch.setattr(ahead, "choices", choices)
     cell, length = Cell(64, "full", 512, "fp16"), "short"
     found = list(ahead.kernels_with_gradients([cell], ["sm90", "sm80-det", "fa2"], "sm_90a"))
     forward = FwdProblem.dense("fp16", 64, 64, "full", lse=True)
     assert found == [
-        (("sm_90a", "sm90", length), forward),
-        (("sm_90a", "sm90", length), BwdProblem.dense("fp16", 64, 64, "full")),
-        (("sm_90a", "sm80", length), forward),
-        (("sm_90a", "sm80", length), BwdProblem.dense("fp16", 64, 64, "full", deterministic=True)),
+        (("sm_90a", "sm90", length, 0), forward),
+        *((("sm_90a", "sm90", length, i), BwdProblem.dense("fp16", 64, 64, "full")) for i in range(2)),
+        (("sm_90a", "sm80", length, 0), forward),
+        *((("sm_90a", "sm80", length, i), BwdProblem.dense("fp16", 64, 64, deterministic=True)) for i in range(2)),
     ]
 
 

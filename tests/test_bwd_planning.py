@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import types
 from typing import Any
 
 import pytest
@@ -13,10 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuteflash import api, flash_attn_func, ops, planning, strides
+from cuteflash import api, bwd_planning, flash_attn_func, ops, planning, strides
 from cuteflash.arguments import BwdScalars, BwdTensors
 from cuteflash.core.workspace import Workspace
+from cuteflash.dispatch import Choice
 from cuteflash.problem import UNBOUNDED, BwdProblem
+from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
+from cuteflash.traits.row import Row
 from tests.test_ops import BWD, FWD_LSE, NUM_SMS, Gpu, qkv
 
 TILE_M, HEAD_DIM = 64, 32
@@ -27,17 +29,19 @@ def workspace(batch: int, heads: int, seqlen_q: int) -> Workspace:
     return Workspace.dense(batch, heads, seqlen_q, TILE_M, HEAD_DIM)
 
 
+def choice_of(waves: float = 0, **fields: Any) -> Choice:
+    """A row that asks for so many waves of blocks, with these fields of its traits."""
+    traits = BwdTraitsSm90(TILE_M, 128, HEAD_DIM, HEAD_DIM, **fields)
+    return Choice("sm90", traits, Row(traits, waves=waves), "a row of a test")
+
+
 class BwdGpu(Gpu):
     """A `Gpu` whose tables have one row for every backward."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
-        traits = types.SimpleNamespace(workspace=workspace)
-        choose = planning.choose
-        row = types.SimpleNamespace(traits=traits, kernel_cls=None)
-        monkeypatch.setattr(
-            planning, "choose", lambda problem, *rest: row if problem.operation == "bwd" else choose(problem, *rest)
-        )
+        self.chosen = [choice_of()]
+        monkeypatch.setattr(bwd_planning, "choices", lambda *problem: tuple(self.chosen))
         self.bwd = ops.CudaBackward()
 
     def last(self) -> tuple[BwdProblem, BwdTensors, BwdScalars]:
@@ -86,8 +90,8 @@ def test_a_new_shape_of_a_known_kind_asks_nothing_again(gpu: BwdGpu, monkeypatch
         raise AssertionError("asked")
 
     gpu.bwd(*saved(s_q=40, s_k=50), None)
-    for name in ("check_bwd", "current_target", "check_family", "choose", "compiled"):
-        monkeypatch.setattr(planning, name, asked)
+    for name in ("check_bwd", "current_target", "target_of", "choices", "compiled"):
+        monkeypatch.setattr(bwd_planning, name, asked)
     for shape in ({"s_q": 41, "s_k": 53}, {"batch": 3}, {"heads": 8, "kv_heads": 4}, {"s_q": 60}):
         given = saved(**({"s_q": 40, "s_k": 50} | shape))
         gpu.bwd(*given, None)
@@ -98,6 +102,20 @@ def test_a_new_shape_of_a_known_kind_asks_nothing_again(gpu: BwdGpu, monkeypatch
         gpu.bwd(*saved(s_q=40, s_k=50), torch.zeros(2, 4, 40))  # another problem
     with pytest.raises(AssertionError, match="asked"):
         gpu.bwd(*saved(s_q=41, s_k=2000), None)  # a class of lengths with rows of its own
+
+
+def test_a_call_takes_the_first_row_for_which_it_has_enough_blocks(
+    gpu: BwdGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[BwdTraitsSm90] = []
+    monkeypatch.setattr(bwd_planning, "compiled", lambda cls, traits, *rest: lambda *arguments: launched.append(traits))
+    held = choice_of(0.5, persistent=True, lone_tiles=True, held_dq=8)  # half a wave of heads
+    gpu.chosen = [held, choice_of(2, in_turn=True), choice_of()]
+    sizes = {(33, 50): 0, (32, 50): 2, (32, 700): 1, (22, 700): 1, (21, 700): 2, (100, 700): 0}  # 132 multiprocessors
+    for (batch, s_k), expected in (*sizes.items(), *sizes.items()):  # of one kind of calls
+        gpu.bwd(*saved(batch=batch, s_q=2, s_k=s_k), None)
+        assert launched.pop() is gpu.chosen[expected].traits
+    assert not launched
 
 
 def test_an_equal_call_is_planned_once(gpu: BwdGpu) -> None:

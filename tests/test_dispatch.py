@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 
@@ -10,8 +11,10 @@ import pytest
 from cuteflash import dispatch
 from cuteflash.dispatch import choose, choose_shipped, padded_head_dim
 from cuteflash.problem import DTYPES, MASK_KINDS, BwdProblem, FwdProblem, MaskKind
+from cuteflash.traits.bwd_sm80 import BwdTraitsSm80
+from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.length_class import LENGTH_CLASSES, length_class_of, length_class_of_packed
-from cuteflash.traits.row import ROW_HEAD_DIMS, Row
+from cuteflash.traits.row import ROW_HEAD_DIMS, Row, TableKey
 from cuteflash.traits.sm80 import FwdTraitsSm80
 from cuteflash.traits.sm90 import FwdTraitsSm90
 from cuteflash.usertable import TableWarning
@@ -65,8 +68,9 @@ TOO_LARGE = FwdTraitsSm80(128, 128, 64, 64, kv_stage=8)
 
 
 def with_rows(monkeypatch: pytest.MonkeyPatch, *rows: Row) -> None:
-    monkeypatch.setitem(dispatch.TABLES, ("fwd", "sm_80", "sm80"), rows)
-    for name in ("choose", "choose_shipped"):
+    key = TableKey(rows[0].traits.operation, "sm_80", "sm80")
+    monkeypatch.setitem(dispatch.TABLES, key, rows)
+    for name in ("choose", "choose_shipped", "choices"):
         monkeypatch.setattr(dispatch, name, inspect.unwrap(getattr(dispatch, name)))  # past the memo of the real tables
 
 
@@ -175,6 +179,36 @@ def test_a_row_without_softcap_or_lse_leaves_them_to_others(monkeypatch: pytest.
     with_rows(monkeypatch, narrow)
     with pytest.raises(NotImplementedError, match=f"features {wanted}, lengths long; head dims with rows: 64x64$"):
         dispatch.choose(problem, "sm_80")
+
+
+def test_calls_with_few_blocks_take_rows_below_one_that_asks_for_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = BwdProblem.dense("bf16", 64, 64)
+    plain = BwdTraitsSm80(64, 128, 64, 64, dq_warps=4)
+    large, small, other = plain, dataclasses.replace(plain, stages=1), dataclasses.replace(plain, double_buffer=False)
+    with_rows(monkeypatch, Row(large, waves=2.5), Row(small, waves=1, masks=("causal",)), Row(other), Row(small))
+    assert dispatch.choose(problem, "sm_80").traits == large
+    assert [choice.traits for choice in dispatch.choices(problem, "sm_80")] == [large, other]
+    causal = BwdProblem.dense("bf16", 64, 64, "causal")
+    assert [choice.traits for choice in dispatch.choices(causal, "sm_80")] == [large, small, other]
+    with_rows(monkeypatch, Row(large, waves=2.5))
+    assert [choice.traits for choice in dispatch.choices(causal, "sm_80")] == [large]
+
+
+def test_blocks_are_key_tiles_or_heads_whose_dq_is_held() -> None:
+    tiles = Row(BwdTraitsSm90(64, 128, 64, 64), waves=2)
+    assert tiles.is_filled(50, 257, 75) and not tiles.is_filled(50, 256, 75)
+    held = Row(BwdTraitsSm90(64, 128, 64, 64, persistent=True, lone_tiles=True, held_dq=4), waves=0.5)
+    assert held.is_filled(50, 257, 100) and not held.is_filled(49, 257, 100)
+    assert held.title == "64x64 (from 0.5 waves of blocks)"
+    full = dataclasses.replace(held, waves=0, filled=0.75)
+    assert [blocks for blocks in range(1, 30) if full.is_filled(blocks, 257, 8)] == [
+        6,
+        7,
+        8,
+        *range(12, 17),
+        *range(18, 30),
+    ]
+    assert full.title == "64x64 (blocks fill 0.75 of waves)"
 
 
 def test_unknown_target_and_family() -> None:

@@ -25,7 +25,7 @@ from cuteflash.problem import BwdProblem, Storage
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from cuteflash.traits.sm90 import HANDED_BYTES, HANDED_TILES
-from tests.cross_compile import KernelStore
+from tests.kernel_store import KernelStore
 from tests.test_schedule import untraced
 
 HANG_SECONDS = 2  # a test does not take one
@@ -112,8 +112,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 class Order:
     """Numbers of tiles, each of which blocks draw once; every fifth belongs to no tile."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, draws_first: bool = False) -> None:
         self.numbers, self.count, self.closed = itertools.count(), size, 0
+        self.draws_first = draws_first
 
     def holds(self, index: int) -> bool:
         return index < self.count
@@ -136,10 +137,11 @@ class Order:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Tiles that visit so many rows."""
+    """Tiles that visit so many rows, of sequences of three keys."""
 
     order: Order
     rows: Callable[[int], int]
+    tile_n: int = 4
 
     def sequence(self, number: int) -> Sequence:
         return Sequence(number, 1, 2, 3)
@@ -230,6 +232,7 @@ class Block:
         self.full, self.empty, self.dq = (Pointer.to(KV_STAGE) for _ in range(3))
         self.visited: list[int] = []
         self.stored: list[int] = []
+        self.awaited: list[int] = []
         self.seed = seed
 
     def gradients(self, wave: int) -> Barrier:
@@ -264,6 +267,7 @@ class Block:
 
     def store_until(self, done: int, position: int) -> int:
         assert done == len(self.stored)
+        self.awaited.append(position)
         while done < position:
             tile = self.module.tile_of_words(self.launch, self.handout.handed(done))
             self.gradients(done).wait(self.k.phase(done))
@@ -283,6 +287,17 @@ def test_a_warp_that_hands_out_and_stores_stops_nobody(module: Any, blocks: int,
     run([warp for block in all_blocks for warp in block.warps()])
     assert all(block.stored == block.visited for block in all_blocks)
     assert added == sorted(n for block in all_blocks for n in block.stored) == [n for n in range(80) if n % 5 < 4]
+
+
+@pytest.mark.parametrize(("tile_n", "expected"), [(2, list(range(1, 9))), (4, list(range(-2, 6)))])
+def test_a_tile_for_which_others_wait_is_drawn_when_the_block_is_done(
+    module: Any, tile_n: int, expected: list[int]
+) -> None:
+    """If blocks take turns, and a sequence has more keys than a tile; of short ones three tiles may wait."""
+    launch = Launch(Order(10, draws_first=True), ROWS["short"], tile_n)
+    block = Block(module, launch, [], threading.Condition(), seed=0)
+    run(list(block.warps()))
+    assert block.awaited == [*expected, 8] and block.stored == [n for n in range(10) if n % 5 < 4]
 
 
 class TurningBlock:

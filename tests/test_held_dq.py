@@ -33,13 +33,12 @@ def test_the_first_visit_to_a_query_tile_begins_its_sum_and_the_last_completes_i
         interval: Any = IntervalMask(mask, seqlen_q, seqlen_k, left, right, chunk)
         if not holds_dq(seqlen_q, seqlen_k, mask, 1, 2, 8):
             continue
-        seen: dict[int, list[tuple[bool, bool]]] = {}
+        seen: dict[int, list[tuple[int, int]]] = {}
         for tile, m_block in visits(interval, 2, 4, is_spread=is_spread):
-            seen.setdefault(m_block, []).append(tile.ends_of(m_block))
+            seen.setdefault(m_block, []).append(tile.turn_at(m_block))
         assert sorted(seen) == list(range(-(-seqlen_q // 2)))
-        for ends in seen.values():
-            assert [first for first, _ in ends] == [True] + [False] * (len(ends) - 1)
-            assert [last for _, last in ends] == [False] * (len(ends) - 1) + [True]
+        for turns in seen.values():
+            assert turns == [(before, len(turns) - 1 - before) for before in range(len(turns))]
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from cuteflash.core.mask import IntervalMask
-from cuteflash.core.turns import turn_of
 from cuteflash.kernels.common.bwd_finish import DqParts
-from cuteflash.problem import MASK_KINDS, BwdProblem, MaskKind, Storage
+from cuteflash.problem import DENSE, MASK_KINDS, BwdProblem, MaskKind, Storage
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from tests.visits import visits
 
+PACKED = Storage("varlen", "varlen")
 HOPPER = get_arch("sm_90a")
 PARTS = BwdTraitsSm90(64, 128, 128, 128, last_rounds=True)
 APART = BwdTraitsSm90(
@@ -24,22 +24,19 @@ APART = BwdTraitsSm90(
 
 
 @pytest.mark.usefixtures("selects_now")
+@pytest.mark.parametrize("tile", [(2, 4), (4, 2), (4, 4)])
 @pytest.mark.parametrize("mask", MASK_KINDS)
-def test_as_many_key_tiles_visit_a_query_tile_as_its_last_one_counts(mask: MaskKind) -> None:
+def test_as_many_key_tiles_visit_a_query_tile_as_its_last_one_counts(mask: MaskKind, tile: tuple[int, int]) -> None:
     """Each of them once, and with turns they come in ascending order: a count that is never reached would wait."""
-    windows = itertools.product((0, 2, 9, 13), (0, 3, 9)) if mask == "window" else [(0, 0)]
+    windows = itertools.product((0, 2, 13), (0, 3)) if mask == "window" else [(0, 0)]
     chunks = (None, 3, 7) if mask == "window" else (None,)
-    for (left, right), chunk, seqlen_q, seqlen_k in itertools.product(windows, chunks, (1, 5, 11), (1, 5, 8, 13)):
+    for (left, right), chunk, seqlen_q, seqlen_k in itertools.product(windows, chunks, (1, 5, 11, 24), (1, 8, 13, 30)):
         interval: Any = IntervalMask(mask, seqlen_q, seqlen_k, left, right, chunk)
-        turns: dict[int, list[int]] = {}
-        counts: dict[int, set[int]] = {}
-        for tile, m_block in visits(interval, 2, 4, is_descending=True):
-            keys = tile.key_blocks(m_block)
-            turns.setdefault(m_block, []).append(turn_of(interval, tile.n_block, m_block, 2, 4))
-            counts.setdefault(m_block, set()).add(keys.hi - keys.lo)
-        for m_block, found in turns.items():
-            assert found == list(range(len(found)))
-            assert counts[m_block] == {len(found)}
+        turns: dict[int, list[tuple[int, int]]] = {}
+        for key_tile, m_block in visits(interval, *tile, is_descending=True):
+            turns.setdefault(m_block, []).append(key_tile.turn_at(m_block))
+        for found in turns.values():
+            assert found == [(before, len(found) - 1 - before) for before in range(len(found))]
 
 
 @pytest.mark.usefixtures("selects_now")
@@ -73,12 +70,14 @@ def test_what_last_rounds_does_not_go_with(change: dict[str, Any], words: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", [Storage("dense", "dense"), Storage("varlen", "varlen")], ids=["dense", "packed"])
-@pytest.mark.parametrize("in_turn", [False, True])
-@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize(
+    ("mask", "storage", "in_turn"),
+    [("full", DENSE, False), ("causal", DENSE, True), ("causal", PACKED, False)],
+    ids=["full", "causal in turn", "packed"],
+)
 @pytest.mark.parametrize("traits", [PARTS, APART], ids=["parts", "apart"])
 def test_a_last_block_that_rounds_does_not_spill(
-    traits: BwdTraitsSm90, mask: MaskKind, in_turn: bool, storage: Storage, kernels: Any
+    traits: BwdTraitsSm90, mask: MaskKind, storage: Storage, in_turn: bool, kernels: Any
 ) -> None:
     pytest.importorskip("cutlass")
     from cuteflash.kernels.sm90.bwd import FlashBwdSm90

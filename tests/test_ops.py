@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cuteflash import api, calls, flash_attn_func, ops, planning
+from cuteflash import api, bwd_planning, calls, flash_attn_func, ops, planning
 from cuteflash.arguments import mask_of_window
 from cuteflash.dispatch import Choice
 from cuteflash.problem import UNBOUNDED, FwdProblem
@@ -137,8 +137,9 @@ class Gpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[tuple[FwdProblem, tuple[Any, ...]]] = []
         self.planned = 0
-        monkeypatch.setattr(planning, "current_target", lambda index: "sm_90a")
-        monkeypatch.setattr(planning, "compiled", self._compiled)
+        for module in (planning, bwd_planning):
+            monkeypatch.setattr(module, "current_target", lambda index: "sm_90a")
+            monkeypatch.setattr(module, "compiled", self._compiled)
         monkeypatch.setattr(Choice, "kernel_cls", property(lambda choice: choice.family))
         properties = types.SimpleNamespace(multi_processor_count=NUM_SMS)
         monkeypatch.setattr(planning.torch.cuda, "get_device_properties", lambda device: properties)

@@ -11,6 +11,7 @@ from cutlass import cute
 from torch import Tensor
 
 from cuteflash import (
+    bwd_planning,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -31,7 +32,7 @@ from cuteflash.kernels.common.bwd_prepare import BwdPrepare
 from cuteflash.kernels.common.workspace import workspace_of
 from cuteflash.problem import BwdProblem, FwdProblem, Scores
 from cuteflash.problem_names import extras_of
-from tests.cross_compile import KernelStore
+from tests.kernel_store import KernelStore
 from tests.machine_code import functions
 
 FWD, FWD_LSE = torch.ops.cuteflash.fwd.default, torch.ops.cuteflash.fwd_lse.default
@@ -258,7 +259,7 @@ class Gpu:
         properties = types.SimpleNamespace(multi_processor_count=132)
         monkeypatch.setattr(planning.torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(Choice, "kernel_cls", property(lambda choice: choice.family))
-        for module in (planning, packed_planning):
+        for module in (planning, bwd_planning, packed_planning):
             monkeypatch.setattr(module, "current_target", lambda index: "sm_90a")
             monkeypatch.setattr(module, "compiled", self._compiled)
         counters = types.SimpleNamespace(of=lambda device: torch.zeros(1, dtype=torch.int32))

@@ -119,7 +119,7 @@ def changed(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"format": 0}, "its format is 0, not 4"),
+        ({"format": 0}, "its format is 0, not 5"),
         ({"cuteflash": "0.0.9"}, "its cuteflash is '0.0.9', not"),
         ({"target": "sm_86"}, "its target is 'sm_86', not 'sm_80'"),
         ({"family": "sm90"}, "its family is 'sm90', not 'sm80'"),
@@ -131,6 +131,11 @@ def changed(**changes: Any) -> str:
         ({"row__masks": [["full"]]}, "row 1: "),
         ({"row__dtypes": "bf16"}, "row 1: its dtypes is 'bf16'; allowed: list"),
         ({"row__lengths": ["middling"]}, r"row 1: lengths is \('middling',\); allowed: one or more of decode, tiny"),
+        ({"row__waves": "some"}, "row 1: its waves is 'some'; allowed: float or int"),
+        ({"row__waves": -1}, "row 1: waves is -1; allowed: a number from 0 on"),
+        ({"row__waves": float("inf")}, "row 1: waves is inf; allowed: a number from 0 on"),
+        ({"row__waves": 2}, "row 1: waves is 2, but the row is of a fwd, not of a backward"),
+        ({"row__filled": 1.5}, "row 1: filled is 1.5; allowed: a number from 0 to 1"),
         ({"row__gpu": None}, "row 1: its gpu is None; allowed: str"),
         ({"row__tflops": "fast"}, "row 1: its tflops is 'fast'; allowed: float or int"),
         ({"row__tflops": float("nan")}, "row 1: its tflops is nan; allowed: a positive number"),
@@ -161,7 +166,7 @@ def test_a_table_that_cannot_be_believed_says_why(own_tables: OwnTables, changes
         (b"\xff\xfe\x00", "it is not JSON"),
         ("[" * 100_000, "it is not JSON"),
         ("[]", "it holds a list, not a table"),
-        ("{}", "its format is None, not 4"),
+        ("{}", "its format is None, not 5"),
     ],
     ids=lambda value: str(value)[:12],
 )

@@ -261,10 +261,15 @@ class KeyTile:
         mask = dataclasses.replace(self.mask, **dict(zip(("seqlen_q", "seqlen_k"), lengths)))
         return dataclasses.replace(self, **own, mask=mask)
 
-    def ends_of(self, m_block: Index) -> tuple[Boolean, Boolean]:
-        """Whether the tile is the first, and the last, that a query block of its sequence sees."""
+    def turn_at(self, m_block: Index) -> tuple[Index, Index]:
+        """How many key tiles a query block that sees this one sees before it, and how many after it.
+
+        Blocks that take turns add to a tile of dQ in this order, by ascending key. All of them visit queries from the
+        last to the first. Those of the key tiles before this one were launched earlier, or drawn earlier by a block
+        that runs (`cuteflash.kernels.sm90.handout`): a block never waits for one that may not run yet.
+        """
         blocks = self.key_blocks(m_block)
-        return self.n_block == blocks.lo, self.n_block == blocks.hi - 1
+        return self.n_block - blocks.lo, blocks.hi - 1 - self.n_block
 
     def key_blocks(self, m_block: Index) -> KeyBlocks:
         """The key tiles that a query block of its sequence sees."""

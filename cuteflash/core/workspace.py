@@ -4,7 +4,7 @@
     delta      (heads_q, rows)               rowsum(dO * O) minus the gradient of the log-sum-exp; 0 for rows that pad
     dq         (heads_q, tiles, tile_m * d)  the sum of dQ tiles, each in the order of the main kernel's fragments
     turns      (parts, heads_q, tiles)       how many blocks have come to a part of a tile, int32, if the first one
-                                             stores what the others add to, or they add in turn (`cuteflash.core.turns`)
+                                             stores what the others add to, or they add in turn (`KeyTile.turn_at`)
 
 A backward that sums up dQ in registers has neither of the last two.
 

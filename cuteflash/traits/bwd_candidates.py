@@ -62,8 +62,18 @@ SM90_KEYS: tuple[dict[str, Any], ...] = (
 IN_TURN: dict[str, Any] = {"in_turn": True}  # for some of those with dQ apart
 LONE: dict[str, Any] = {"lone_tiles": True}
 LAST: dict[str, Any] = {"last_rounds": True}
+KEYS_AHEAD: dict[str, Any] = {"persistent": True, "kv_stage": 2, **SM90_KEYS[-1]}
+# With dQ apart: what leaves registers or time to a block that brings sums back.
+LAST_APART: tuple[dict[str, Any], ...] = (
+    {},
+    {"keep_thread": True},
+    {"keep_thread": True, "delta_early": False},
+    KEYS_AHEAD,
+    KEYS_AHEAD | {"keep_thread": True},
+)
 SHORT_TILE = 64, 128  # of the sm90 family for short sequences: most of a larger one is empty
-HELD_DQ = 4, 8  # query tiles in shared memory
+NARROW = 32  # columns of dQ, of which shared memory holds more query tiles
+HELD_DQ, HELD_DQ_NARROW = 4, 8
 HELD_DQ_IN_PARTS = 64  # in memory, so that none is left over at the lengths that are swept
 
 TWO_PASS_TILE_M = range(16, 129, 16)
@@ -168,7 +178,8 @@ def _lone_sm90(staged: BwdTraitsSm90) -> Iterator[BwdTraitsSm90]:
     yield from _switched(lone, most=1)
     if lone.is_dq_apart:
         for base in _switched(dataclasses.replace(lone, persistent=True), most=None):
-            for keys, tiles in itertools.product((SM90_KEYS[0], SM90_KEYS[-1]), HELD_DQ):
+            held = HELD_DQ_NARROW if lone.head_dim <= NARROW else HELD_DQ
+            for keys, tiles in itertools.product((SM90_KEYS[0], SM90_KEYS[-1]), (0, held)):
                 yield dataclasses.replace(base, held_dq=tiles, **keys)
     elif lone.dq != "turns":
         for base in _switched(dataclasses.replace(lone, persistent=True), most=2):
@@ -179,11 +190,8 @@ def _last_sm90(staged: BwdTraitsSm90) -> Iterator[BwdTraitsSm90]:
     """Those whose last block at a tile of dQ rounds it, by chance and in turn."""
     last = dataclasses.replace(staged, **LAST)
     if last.is_dq_apart:
-        for keeps, other in itertools.product((False, True), (False, True)):
-            alone = dataclasses.replace(last, pingpong=False, keep_thread=keeps)
-            keys = SM90_KEYS[-1] if other else SM90_KEYS[0]
-            yield from changed(dataclasses.replace(alone, delta_early=other), ({}, IN_TURN))
-            yield from changed(dataclasses.replace(alone, persistent=True, kv_stage=2, **keys), ({}, IN_TURN))
+        for form in LAST_APART:
+            yield from changed(dataclasses.replace(last, pingpong=False, **form), ({}, IN_TURN))
     elif last.dq == "columns":  # transposed is as fast with so few rows
         yield from _switched(last, most=1)
         yield dataclasses.replace(last, **IN_TURN)

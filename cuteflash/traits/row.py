@@ -8,6 +8,7 @@ family.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -111,10 +112,15 @@ class Row:
         without: of `FEATURES`, those that it does not serve: each takes registers that not every tile has left.
         query_rows: the fewest and the most query rows, of a tile or of a sequence of latent attention, for which it was
             measured; its traits may hold fewer (`serves`).
+        waves: of a backward, the fewest blocks for each multiprocessor that a call with a batch dimension must have; 0
+            is any. One with fewer takes the next row that serves it.
+        filled: likewise the smallest share of the multiprocessors that must have a block, over all waves of blocks: 133
+            blocks on 132 of them are two waves, and fill half.
         measurement: how fast a GPU ran it, if a sweep chose it; rows that differ in nothing else are equal.
 
     Raises:
-        ValueError: masks, dtypes or lengths is empty, or a field contains an unknown name; query_rows is no interval.
+        ValueError: masks, dtypes or lengths is empty, or a field contains an unknown name; query_rows is no interval;
+            waves is no number, or negative; filled is no share; either is of a forward.
     """
 
     traits: Traits
@@ -123,6 +129,8 @@ class Row:
     lengths: tuple[str, ...] = LENGTH_CLASSES
     without: tuple[str, ...] = ()
     query_rows: tuple[int, int] = ANY_ROWS
+    waves: float = 0
+    filled: float = 0
     measurement: Measurement | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -138,6 +146,12 @@ class Row:
         ends = self.query_rows
         if len(ends) != 2 or any(type(end) is not int for end in ends) or not 1 <= ends[0] <= ends[1] <= UNBOUNDED:
             raise ValueError(f"query_rows is {ends!r}; allowed: the fewest and the most, from 1 on")
+        for name, most, what in (("waves", math.inf, "a number from 0 on"), ("filled", 1, "a number from 0 to 1")):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 <= value <= most or value == math.inf:
+                raise ValueError(f"{name} is {value!r}; allowed: {what}")
+            if value and self.traits.operation != "bwd":
+                raise ValueError(f"{name} is {value}, but the row is of a {self.traits.operation}, not of a backward")
 
     def serves(self, problem: AnyProblem, lengths: str, query_rows: int = UNBOUNDED) -> bool:
         """Whether the row serves this problem at lengths of this class; head dims are not compared.
@@ -165,6 +179,24 @@ class Row:
             and problem.takes_split_rows == ("split" in served)
         )
 
+    @property
+    def serves_any_number(self) -> bool:
+        """Whether calls may have any number of blocks."""
+        return not (self.waves or self.filled)
+
+    def is_filled(self, kv_heads: int, seqlen_k: int, num_sms: int) -> bool:
+        """Whether a call has as many blocks as the row asks for.
+
+        Args:
+            kv_heads: of all batch entries.
+            seqlen_k: keys of each.
+            num_sms: multiprocessors of the GPU.
+        """
+        holds_dq = getattr(self.traits, "held_dq", 0) > 0  # one block for all keys of a head
+        blocks = kv_heads if holds_dq else kv_heads * -(-seqlen_k // self.traits.tile_n)
+        waves = -(-blocks // num_sms)
+        return blocks >= num_sms * max(self.waves, self.filled * waves)
+
     def measured(self, gpu: str, date: str, tflops: int) -> Row:
         """The same row with what was measured of it, see `Measurement`."""
         return dataclasses.replace(self, measurement=Measurement(gpu, date, tflops))
@@ -176,6 +208,8 @@ class Row:
         words = [", ".join(some) for some, every in served if some != every]
         words += [rows_title(self.query_rows)] if self.query_rows != ANY_ROWS else []
         words += [f"no {name}" for name in self.without]
+        words += [f"from {self.waves:g} waves of blocks"] if self.waves else []
+        words += [f"blocks fill {self.filled:g} of waves"] if self.filled else []
         return f"{self.traits.head_dim}x{self.traits.head_dim_v}" + (f" ({'; '.join(words)})" if words else "")
 
 
@@ -298,10 +332,12 @@ def _row(
     dtypes: tuple[str, ...] = DTYPES,
     lengths: tuple[str, ...] = LENGTH_CLASSES,
     without: tuple[str, ...] = (),
+    waves: float = 0,
+    filled: float = 0,
     head_dim_v: int | None = None,
     **fields: Any,
 ) -> Row:
     """A row of (head_dim, tile_m, tile_n) and further `fields` of its traits; `head_dim_v` None is `head_dim`."""
     head_dim, tile_m, tile_n = tile
     made = traits(tile_m, tile_n, head_dim, head_dim_v or head_dim, **fields)
-    return Row(made, masks, dtypes, lengths, without)
+    return Row(made, masks, dtypes, lengths, without, waves=waves, filled=filled)

@@ -5,6 +5,9 @@ deterministic calls with a window at head dim 128. Long loops take more queries 
 Brief sequences are bound by memory: a block that has all keys of a head stores dQ once it is complete. At head dim 128
 shared memory does not hold all of it, so that parts go to memory and back. In short loops the last block that adds to
 dQ rounds it; blocks that take turns know which one that is, but wait for each other where loops of a head differ.
+Under a full mask each begins a step after the one before it, which waves of blocks have to make up for. A block that
+has all keys of a head is as long as several, and those of few heads, or of a last wave, leave multiprocessors without
+one; if parts of dQ go to memory, less makes up for it, and under a full mask nothing does beyond 256 keys.
 """
 
 from __future__ import annotations
@@ -49,14 +52,26 @@ NARROW = PERSISTENT | {"keep_thread": True}
 LATE: dict[str, Any] = {"delta_early": False, "keep_thread": True, "dq": "apart", "pingpong": False}
 
 ROWS: tuple[Row, ...] = (
-    bwd_sm90(32, 64, lengths=UP_TO_BRIEF, without=SOFTCAP, lone_tiles=True, held_dq=8, **NARROW),
-    bwd_sm90(32, 64, FULL, lengths=UP_TO_MEDIUM, without=SOFTCAP + VARLEN, in_turn=True, last_rounds=True, **NARROW),
+    bwd_sm90(32, 64, lengths=UP_TO_BRIEF, without=SOFTCAP, filled=0.5, lone_tiles=True, held_dq=8, **NARROW),
+    bwd_sm90(32, 64, lengths=UP_TO_BRIEF, without=SOFTCAP, lone_tiles=True, **NARROW),
+    bwd_sm90(
+        32, 64, FULL, lengths=UP_TO_MEDIUM, without=SOFTCAP + VARLEN, waves=6, in_turn=True, last_rounds=True, **NARROW
+    ),
     bwd_sm90(32, 64, CAUSAL, lengths=UP_TO_MODERATE, without=SOFTCAP + DETERMINISTIC, last_rounds=True, **NARROW),
     bwd_sm90(32, 64, without=SOFTCAP, **NARROW),
     bwd_two_pass_sm90(32, 64, k_stage=3, v_stage=3),
-    bwd_sm90(64, 64, lengths=UP_TO_BRIEF, without=SOFTCAP, lone_tiles=True, held_dq=4, **PERSISTENT),
+    bwd_sm90(64, 64, lengths=UP_TO_BRIEF, without=SOFTCAP, filled=0.5, lone_tiles=True, held_dq=4, **PERSISTENT),
+    bwd_sm90(64, 64, lengths=UP_TO_BRIEF, without=SOFTCAP, lone_tiles=True, **PERSISTENT),
     bwd_sm90(
-        64, 64, FULL, lengths=UP_TO_MEDIUM, without=SOFTCAP + VARLEN, in_turn=True, last_rounds=True, **PERSISTENT
+        64,
+        64,
+        FULL,
+        lengths=UP_TO_MEDIUM,
+        without=SOFTCAP + VARLEN,
+        waves=6,
+        in_turn=True,
+        last_rounds=True,
+        **PERSISTENT,
     ),
     bwd_sm90(64, 64, FULL, lengths=FROM_MODERATE, without=SOFTCAP + DETERMINISTIC, last_rounds=True, **PERSISTENT),
     bwd_sm90(64, 64, CAUSAL, lengths=UP_TO_MEDIUM, without=SOFTCAP + DETERMINISTIC, last_rounds=True, **PERSISTENT),
@@ -71,7 +86,6 @@ ROWS: tuple[Row, ...] = (
         pingpong=False,
         q_stage=3,
         do_stage=3,
-        in_turn=True,
     ),
     bwd_sm90(
         64,
@@ -90,13 +104,24 @@ ROWS: tuple[Row, ...] = (
         64,
         lengths=UP_TO_BRIEF,
         without=SOFTCAP,
+        filled=0.5,
         dq="apart",
         pingpong=False,
         persistent=True,
         lone_tiles=True,
         held_dq=4,
     ),
-    bwd_sm90(96, 64, FULL, lengths=UP_TO_MODERATE, without=SOFTCAP, in_turn=True, last_rounds=True, **LATE),
+    bwd_sm90(
+        96,
+        64,
+        lengths=UP_TO_BRIEF,
+        without=SOFTCAP,
+        dq="apart",
+        pingpong=False,
+        persistent=True,
+        lone_tiles=True,
+    ),
+    bwd_sm90(96, 64, FULL, lengths=UP_TO_MODERATE, without=SOFTCAP, waves=3, in_turn=True, last_rounds=True, **LATE),
     bwd_sm90(96, 64, CAUSAL, lengths=SHORT, without=SOFTCAP, in_turn=True, last_rounds=True, **LATE),
     bwd_sm90(96, 64, without=SOFTCAP, **LATE),
     bwd_two_pass_sm90(96, 64, k_stage=3, v_stage=3),
@@ -113,9 +138,10 @@ ROWS: tuple[Row, ...] = (
     bwd_sm90(
         128,
         64,
-        FULL + CAUSAL,
+        CAUSAL,
         lengths=UP_TO_BRIEF,
         without=SOFTCAP + VARLEN + DETERMINISTIC,
+        filled=0.85,
         delta_early=False,
         persistent=True,
         lone_tiles=True,
@@ -125,7 +151,8 @@ ROWS: tuple[Row, ...] = (
     bwd_sm90(128, 64, WINDOW, lengths=UP_TO_BRIEF, without=SOFTCAP + DETERMINISTIC, lone_tiles=True),
     bwd_sm90(128, 64, CAUSAL, lengths=SHORT, without=SOFTCAP + VARLEN, in_turn=True, last_rounds=True),
     bwd_sm90(128, 64, CAUSAL, lengths=MODERATE, without=SOFTCAP + VARLEN + DETERMINISTIC),
-    bwd_sm90(128, 64, FULL + CAUSAL, lengths=UP_TO_MODERATE, without=SOFTCAP, last_rounds=True),
+    bwd_sm90(128, 64, FULL + CAUSAL, lengths=UP_TO_MODERATE, without=SOFTCAP + DETERMINISTIC, last_rounds=True),
+    bwd_sm90(128, 64, FULL + CAUSAL, lengths=UP_TO_MODERATE, without=SOFTCAP + VARLEN, last_rounds=True),
     bwd_sm90(128, 64, FULL + CAUSAL, without=SOFTCAP),
     bwd_sm90(128, 64, WINDOW, without=SOFTCAP + DETERMINISTIC),
     bwd_two_pass_sm90(128, 64, k_stage=2, v_stage=2),

@@ -14,7 +14,7 @@ from cuteflash.compile.cache import key_digest
 from cuteflash.compile.key import cache_key, source_fingerprint
 from cuteflash.dispatch import kernel_class, kernel_modules
 from cuteflash.mla_problem import AnyProblem
-from cuteflash.traits.bwd_candidates import HELD_DQ
+from cuteflash.traits.bwd_candidates import HELD_DQ_NARROW
 from cuteflash.traits.row import Traits, holds
 from cuteflash.tune import accuracy, machine
 from cuteflash.tune.backend import Backend, Machine
@@ -103,7 +103,7 @@ def gate_cells(problem: AnyProblem, traits: Traits | None = None) -> tuple[Cell,
         general = cell(1111, 1363, 1), cell(5, 299, 3), *(cell(277, 1363, 1, kind) for kind in GATE_INPUTS)
         if traits is None or not getattr(traits, "lone_tiles", False):
             return general
-        lengths = traits.tile_n - 5, traits.tile_m * min(getattr(traits, "held_dq", 0), max(HELD_DQ)) - 5
+        lengths = traits.tile_n - 5, traits.tile_m * min(getattr(traits, "held_dq", 0), HELD_DQ_NARROW) - 5
         short = (pair for n in lengths if n > 0 for pair in ((n, n, 5), (3, n, 3)))
         return *general, *(cell(*one) for one in short)
     # A single query, if the mask has it; a tile with so many rows that its blocks meet; two tiles of a head.

@@ -167,16 +167,18 @@ def _reached(rows: Iterable[Row], tables: Mapping[TableKey, Sequence[Row]]) -> l
 
 
 def _choices(table: TableKey, rows: Sequence[Row], task: Task) -> Iterator[Row]:
-    """The rows that run each problem, length class and number of query rows of a task, all features first."""
+    """The rows that run each problem, length class and number of query rows of a task, all features first.
+
+    Also those that follow a row that does not serve any number of blocks.
+    """
     arch, spec = get_arch(table.target), SPECS[task]
     numbers = [number for one in spec.classes_of_rows for number in _numbers(one)]
     for problem in _problems(spec):
         for lengths, number in itertools.product(LENGTH_CLASSES, numbers):
             offered = offers(rows, problem, lengths, arch, number)
-            found = next((row for row, _, reason in offered if reason is None), None)
-            if found is not None:
-                yield found
-            elif task not in FORMS:  # rows that split keys need not serve every pair of head dims
+            found = [row for row, _, reason in offered if reason is None]
+            yield from found
+            if not found and task not in FORMS:  # rows that split keys need not serve every pair of head dims
                 raise LookupError(f"no row of {table} for {problem_id(problem)}, lengths {lengths}")
 
 
@@ -211,6 +213,7 @@ def _arguments(row: Row) -> list[str]:
         if served != every:
             words = " + ".join(WORDS[one] for one in served)
             arguments.append(words if name == "masks" else f"{name}={words}")
+    arguments += [f"{name}={getattr(row, name):g}" for name in ("waves", "filled") if getattr(row, name)]
     defaults: dict[str, Any] = {"head_dim_v": traits.head_dim, **default_values(kind)}
     defaults |= {name: one.default for name, one in parameters.items() if hasattr(traits, name)}
     for name, default in defaults.items():

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from cuteflash.arguments import BwdOptions, BwdTensors, FwdOptions, FwdTensors
+from cuteflash.bwd_planning import bwd_scalars
 from cuteflash.compile import compiled
 from cuteflash.dispatch import kernel_class
 from cuteflash.mla_planning import plan_of
 from cuteflash.mla_problem import PAGE_ROWS
-from cuteflash.planning import bwd_scalars, fwd_scalars
+from cuteflash.planning import fwd_scalars
 from cuteflash.split_planning import SplitLaunch, Tiles
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.fp8_sm90 import FwdTraitsFp8Sm90

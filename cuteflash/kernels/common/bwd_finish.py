@@ -123,12 +123,16 @@ class BwdFinish:
     ):
         """The tile at `place`, whose sum is in memory, but for parts that a block of the main kernel has rounded."""
         tile = views.tile(place.m_block, place.head, place.sequence)
-        if const_expr(not self.traits.last_rounds):
-            self.round(gDQ, scale, stage, place, tile, None)
-        else:
-            is_left = tuple(tile.turns[part] != ROUNDED for part in range(len(self.main.dq_parts().origins)))
-            if functools.reduce(operator.or_, is_left):
-                self.round(gDQ, scale, stage, place, tile, is_left)
+        is_left = self.is_left(tile)
+        if functools.reduce(operator.or_, is_left):
+            self.round(gDQ, scale, stage, place, tile, is_left)
+
+    def is_left(self, tile: WorkspaceTile) -> tuple[Boolean, ...]:
+        """Whether each part of a tile has not been rounded yet."""
+        parts = range(len(self.main.dq_parts().origins))
+        if not self.traits.last_rounds:
+            return tuple(Boolean(True) for _ in parts)
+        return tuple(tile.turns[part] != ROUNDED for part in parts)
 
     @cute.jit
     def round(
@@ -138,9 +142,9 @@ class BwdFinish:
         stage: cute.Tensor,
         place: WorkspacePlace,
         tile: WorkspaceTile,
-        is_left: tuple[Boolean, ...] | None,
+        is_left: tuple[Boolean, ...],
     ):
-        """The parts of a tile for which `is_left` is true; None is all."""
+        """The parts of a tile for which `is_left` is true."""
         thread = cute.arch.thread_idx()[0]
         parts = self.main.dq_parts()
         part, member = thread // parts.threads, thread % parts.threads
@@ -180,7 +184,7 @@ class BwdFinish:
         gDQ: cute.Tensor,
         rows_of_tile: tuple[Int32, Int32],
         thread: Int32,
-        is_left: tuple[Boolean, ...] | None,
+        is_left: tuple[Boolean, ...],
     ):
         """Store the rows of a tile that exist, 16 bytes a thread, of the parts that are left."""
         first, rows = rows_of_tile
@@ -192,10 +196,7 @@ class BwdFinish:
         for i in cutlass.range_constexpr(-(-self.traits.tile_m * chunks // threads)):
             index = thread + i * threads
             row, chunk = index // chunks, index % chunks
-            exists = row < rows
-            if const_expr(is_left is not None):
-                exists &= parts.of_part(row, chunk * ALIGN_ELEMENTS, is_left)
-            if exists:
+            if (row < rows) & parts.of_part(row, chunk * ALIGN_ELEMENTS, is_left):
                 line = cute.zipped_divide(gDQ[first + row, None], (ALIGN_ELEMENTS,))
                 piece = cute.make_rmem_tensor(ALIGN_ELEMENTS, self.dtype)
                 cute.copy(atom, cute.group_modes(staged[None, (row, chunk)], 0), piece)

@@ -1,6 +1,6 @@
 """Turns at a tile of dQ: one thread of a block stores or adds for it, and says so to those that come after it.
 
-In a deterministic backward blocks add in a fixed order (`cuteflash.core.turns`), each after the one before it.
+In a deterministic backward blocks add in a fixed order (`KeyTile.turn_at`), each after the one before it.
 Otherwise they add in any order, and only the first one matters: it stores what the others add to. If the last one
 rounds what all have added (`BwdTraits.last_rounds`), additions are counted, too.
 """
@@ -23,10 +23,9 @@ def seen_turn(turn: cute.Pointer, sem: str = "acquire") -> Int32:
 
 @cute.jit
 def await_turn(turn: cute.Pointer, seen: Int32, expected: Int32):
-    """Wait until so many have added, of which `seen` have been seen; then bulk copies of this thread may add, too."""
+    """Wait until so many have added, of which `seen` have been seen. Bulk copies need a fence after it."""
     while seen < expected:
         seen = seen_turn(turn)
-    cute.arch.fence_proxy("async.global")
 
 
 def pass_turn(turn: cute.Pointer) -> None:

@@ -15,7 +15,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from cuteflash.core.turns import turn_of
 from cuteflash.kernels.common import turns
 from cuteflash.kernels.common.workspace import WorkspaceTensors
 from cuteflash.kernels.sm80.bwd_barriers import NamedBarrier, threads_of
@@ -24,8 +23,8 @@ from cuteflash.kernels.sm80.bwd_bundles import KeyWork, QuerySources
 
 def own_turn(work: KeyWork, m_block: Int32) -> Int32:
     """How many blocks add to a query tile before this one."""
-    tile = work.tile
-    return turn_of(tile.mask, tile.n_block, m_block, tile.tile_m, tile.tile_n)
+    before, _ = work.tile.turn_at(m_block)
+    return before
 
 
 def turn_pointer(workspace: WorkspaceTensors, work: KeyWork, head: Int32, m_block: Int32) -> cute.Pointer:

@@ -12,14 +12,14 @@
 A kernel before this one computes delta = rowsum(dO O), one after it rounds the sum to dQ; each begins where the one
 before it ends, and then waits for it. The first block that comes to a tile of dQ stores, the others add
 (`kernels/common/turns.py`), so that nothing has to be cleared. If dQ has to be the same bits in every run, or if it is
-faster, blocks take turns, by ascending key (`cuteflash.core.turns`). With `lone_tiles` the only block of a sequence
-stores dQ as it does dK and dV, rounded, and nothing is left for the kernel after this one. With `last_rounds` so does a
-block that finds that all others have added to a tile: it brings the sum back and adds to it. With `held_dq` that is so
-of more keys, too: a block takes all key tiles of a KV head and holds the sum of dQ, in shared memory or, if there is no
-room, in memory, from where it comes back for the next key tile. The query heads of one KV head are visited in turn by
-the same block, which sums up their dK and dV in registers. Persistent blocks get the tiles of packed sequences from the
-warp that stores dK and dV (`handout.py`), all others find their one tile before the roles part; the descriptors clip
-boxes at a sequence's end (`ragged.py`).
+faster, blocks take turns, by ascending key (`KeyTile.turn_at`). With `lone_tiles` the only block of a sequence
+stores dQ as it does dK and dV, rounded, and nothing is left for the kernel after this one. With `held_dq` that is so of
+more keys, too: a block takes all key tiles of a KV head and holds the sum of dQ, in shared memory or, if there is no
+room, in memory, from where it comes back for the next key tile. With `last_rounds` a block that finds that all others
+have added to a tile brings the sum back, adds to it, and stores dQ, rounded. The query heads of one KV head are visited
+in turn by the same block, which sums up their dK and dV in registers. Persistent blocks get the tiles of packed
+sequences from the warp that stores dK and dV (`handout.py`), all others find their one tile before the roles part; the
+descriptors clip boxes at a sequence's end (`ragged.py`).
 """
 
 from __future__ import annotations

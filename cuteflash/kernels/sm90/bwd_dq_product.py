@@ -96,11 +96,11 @@ def stage_dq(kernel: cutlass.Constexpr, dq: DqProduct, block: Block, tile: KeyTi
 @cute.jit
 def pass_dq_on(kernel: cutlass.Constexpr, dq: DqProduct, block: Block, tile: KeyTile, m_block: Int32, position: Int32):
     """Add to what the key tiles before this one computed of dQ of a query tile, and round it if this is the last."""
-    is_first, is_last = tile.ends_of(m_block)
+    before, after = tile.turn_at(m_block)
     block.rings.dq_of(dq.part).acquire(position + 1)  # released before each step, with the sum so far in it
-    if not is_first:
+    if before > 0:
         add_fragments(dq, block, dq.part)
-    if is_last:
+    if after == 0:
         cute.arch.barrier(barrier_id=NamedBarrier.DQ_READ + dq.part, number_of_threads=WARPGROUP)
         put_rounded(kernel, dq, block, dq.part)
     else:
@@ -210,8 +210,8 @@ def hold_dq(kernel: cutlass.Constexpr, block: Block, dq: DqProduct, visit: Visit
         m_block = visit.blocks.first
         for _ in cutlass.range(visit.blocks.count, unroll=1):
             stage = block.held_stage(head, m_block)
-            is_first, is_last = visit.tile.ends_of(m_block)
-            if is_first:
+            before, after = visit.tile.turn_at(m_block)
+            if before == 0:
                 dq.acc.fill(0.0)
             else:
                 take_fragments(dq, block, stage)
@@ -219,9 +219,9 @@ def hold_dq(kernel: cutlass.Constexpr, block: Block, dq: DqProduct, visit: Visit
             issue(kernel, dq, rings.ds.stage(position), rings.k.stage(visit.wave), accumulate=True)
             warpgroup.wait_group(0)
             rings.ds.release(position)
-            if is_first:
+            if before == 0:
                 rings.dq_of(stage).acquire(visit.item)
-            if is_last:
+            if after == 0:
                 cute.arch.barrier(barrier_id=NamedBarrier.DQ_READ, number_of_threads=WARPGROUP)
                 put_rounded(kernel, dq, block, stage)
                 cute.arch.fence_view_async_shared()

@@ -11,7 +11,6 @@ from cutlass import Boolean, Int32, const_expr
 from cuteflash.atoms import sm90 as atoms
 from cuteflash.atoms.barriers import Handover
 from cuteflash.core.tile import QueryBlocks
-from cuteflash.core.turns import turn_of
 from cuteflash.kernels.common import turns
 from cuteflash.kernels.sm90.bwd_bundles import Block, Sum, Visit
 from cuteflash.kernels.sm90.bwd_load import query_rows
@@ -115,8 +114,8 @@ def store_stage(kernel: cutlass.Constexpr, block: Block, part: cutlass.Constexpr
         for _ in cutlass.range(blocks.count, unroll=1):
             if const_expr(block.launch.held_dq):
                 held = block.held_stage(i, m_block)
-                _, is_last = visit.tile.ends_of(m_block)
-                if is_last and held % stride == stage:
+                _, after = visit.tile.turn_at(m_block)
+                if after == 0 and held % stride == stage:
                     place = part.of_tile(target, m_block)
                     store_part(block, block.rings.dq_of(held), visit.item, source[None, 2 * held], place)
             elif position % stride == stage % stride:
@@ -137,9 +136,9 @@ def pass_stage_on(kernel: cutlass.Constexpr, block: Block, part: cutlass.Constex
         source, target = part.stores(kernel, block, visit, head)
         m_block = blocks.first
         for _ in cutlass.range(blocks.count, unroll=1):
-            is_first, is_last = visit.tile.ends_of(m_block)
+            before, after = visit.tile.turn_at(m_block)
             total = part.sum(block, number + m_block)
-            if is_first:
+            if before == 0:
                 with cute.arch.elect_one():
                     handover.release()
             else:
@@ -147,7 +146,7 @@ def pass_stage_on(kernel: cutlass.Constexpr, block: Block, part: cutlass.Constex
                 with cute.arch.elect_one():
                     handover.release_with(held, total, part.nbytes)
             handover.wait(position)
-            if is_last:
+            if after == 0:
                 cute.copy(block.tma.store_dq, source[None, 2 * stage], part.of_tile(target, m_block))
             else:
                 with cute.arch.elect_one():
@@ -192,7 +191,7 @@ def add_head(
 
     How far the next tile is, is asked for while this one's addition is on its way.
     """
-    traits, blocks, handover = kernel.traits, visit.blocks, block.rings.dq[part.stage]
+    blocks, handover = visit.blocks, block.rings.dq[part.stage]
     m_block, left, use = part.first(blocks, position)
     seen = Int32(0)
     if left > 0:
@@ -200,7 +199,7 @@ def add_head(
     while left > 0:
         number = first_number + m_block
         turn = part.turn(block, number)
-        before = turn_of(visit.tile.mask, visit.tile.n_block, m_block, traits.tile_m, traits.tile_n)
+        before, _ = visit.tile.turn_at(m_block)
         is_first = add_part(kernel, block, part, number, use, (seen, before))
         use, left, m_block = use + 1, left - part.stride, part.following(blocks, m_block)
         if left > 0:
@@ -230,6 +229,7 @@ def add_part(
     is_first = before == 0
     if const_expr(kernel.in_turn):
         turns.await_turn(turn, seen, before)
+        cute.arch.fence_proxy("async.global")
         handover.wait(use)
     else:
         handover.wait(use)
@@ -275,7 +275,7 @@ def complete_head(
         owed: the number of the tile whose addition has not been counted yet, or `NOTHING`; so is the result. It is
             counted once the stage has been given back: waiting for its end would hold consumers up.
     """
-    traits, blocks, stage, handover = kernel.traits, visit.blocks, part.stage, block.rings.dq[part.stage]
+    blocks, stage, handover = visit.blocks, part.stage, block.rings.dq[part.stage]
     source, target = part.stores(kernel, block, visit, head)
     first_number = block.workspace.first_number(head, visit.tile.sequence, visit.tile.first_q)
     m_block, left, use = part.first(blocks, position)
@@ -285,11 +285,10 @@ def complete_head(
     while left > 0:
         number = first_number + m_block
         turn = part.turn(block, number)
-        keys = visit.tile.key_blocks(m_block)
-        others = keys.hi - keys.lo - 1
-        before = turn_of(visit.tile.mask, visit.tile.n_block, m_block, traits.tile_m, traits.tile_n)
+        before, after = visit.tile.turn_at(m_block)
+        others = before + after
         if const_expr(kernel.in_turn):
-            is_last = before == others
+            is_last = after == 0
             if is_last:
                 settle(kernel, block, part, owed)  # others may wait for it
                 owed = Int32(NOTHING)

@@ -5,7 +5,7 @@ to find the sequence of one. So one warp draws numbers on demand and searches, s
 finds through a ring in shared memory; all other roles read it there. Forward and backward share all of it: a tile is
 seven words, of which the launch makes a `QueryTile` or a `KeyTile`.
 
-No block waits for ever, even if a tile waits for others that come before it in the order (`cuteflash.core.turns`).
+No block waits for ever, even if a tile waits for others that come before it in the order (`KeyTile.turn_at`).
 Numbers are drawn in ascending order, and a block works on its tiles in that order, too. So of all tiles that are not
 done, consider the first one of the order: all before it are done, those of its own block among them. The warps of that
 block have taken those, so the ring has room for this one, and nothing that the tile could wait for is left. A block
@@ -105,7 +105,8 @@ def hand_out(handout: Handout, launch: Launch | BwdLaunch, follow: cutlass.Const
 
     Drawing and finding a tile takes a microsecond or two, as the work on a short one does: short tiles are found as far
     ahead as the ring allows. But a tile that waits here while other blocks have nothing left to do prolongs the launch:
-    the next tile after a long one is not drawn before the block begins with that one.
+    the next tile after a long one is not drawn before the block begins with that one. If blocks take turns, others wait
+    for a tile that waits here, and more and more blocks for those: the next tile is drawn once the block is done.
 
     `follow(done, position)` returns once the block works on tile `position`, or has nothing left to do before it;
     nothing is waited for if it is negative. `done` is what it returned last, at first the one that is given.
@@ -122,13 +123,17 @@ def hand_out(handout: Handout, launch: Launch | BwdLaunch, follow: cutlass.Const
         sequence = launch.sequence(near)
         tile = launch.tile_of(block, head, near, sequence)
         ahead = tiles_ahead(launch.rows_visited(tile), handout.most_ahead)
+        if const_expr(order.draws_first):
+            if sequence.seqlen_k > launch.tile_n:
+                ahead = Int32(0)
         if tile.exists():
             handout.put(position, (block, head, near, *sequence))
             position += 1
             done = follow(done, position - ahead)
         if not draws_ahead:
             following = order.draw()
-        draws_ahead = ahead == handout.most_ahead
+        if const_expr(not order.draws_first):
+            draws_ahead = ahead == handout.most_ahead
         index = order.drawn(following)
     handout.put(position, (Int32(NO_TILE),))
     order.close(index)
