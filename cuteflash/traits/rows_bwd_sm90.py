@@ -37,19 +37,19 @@ UP_TO_BRIEF = TINY + SMALL + BRIEF
 UP_TO_MODERATE = SHORT + MODERATE
 UP_TO_MEDIUM = UP_TO_MODERATE + MEDIUM
 FROM_MODERATE = MODERATE + MEDIUM
+APART: dict[str, Any] = {"dq": "apart", "pingpong": False}
 # Of up to 64 columns: a warpgroup for dQ, K and V in registers, and persistent blocks, since a tile is done so soon.
-PERSISTENT: dict[str, Any] = {
+PERSISTENT = APART | {
     "k_in_regs": True,
     "v_in_regs": True,
-    "dq": "apart",
-    "pingpong": False,
     "kv_stage": 2,
     "q_stage": 3,
     "do_stage": 3,
     "persistent": True,
 }
 NARROW = PERSISTENT | {"keep_thread": True}
-LATE: dict[str, Any] = {"delta_early": False, "keep_thread": True, "dq": "apart", "pingpong": False}
+LATE = APART | {"delta_early": False, "keep_thread": True}
+LONE_96 = APART | {"persistent": True, "lone_tiles": True}
 
 ROWS: tuple[Row, ...] = (
     bwd_sm90(32, 64, lengths=UP_TO_BRIEF, without=SOFTCAP, filled=0.5, lone_tiles=True, held_dq=8, **NARROW),
@@ -75,52 +75,12 @@ ROWS: tuple[Row, ...] = (
     ),
     bwd_sm90(64, 64, FULL, lengths=FROM_MODERATE, without=SOFTCAP + DETERMINISTIC, last_rounds=True, **PERSISTENT),
     bwd_sm90(64, 64, CAUSAL, lengths=UP_TO_MEDIUM, without=SOFTCAP + DETERMINISTIC, last_rounds=True, **PERSISTENT),
-    bwd_sm90(
-        64,
-        96,
-        FULL,
-        lengths=LONG,
-        without=SOFTCAP,
-        keep_thread=True,
-        dq="apart",
-        pingpong=False,
-        q_stage=3,
-        do_stage=3,
-    ),
-    bwd_sm90(
-        64,
-        96,
-        CAUSAL,
-        lengths=LONG,
-        without=SOFTCAP + DETERMINISTIC,
-        keep_thread=True,
-        dq="apart",
-        pingpong=False,
-    ),
+    bwd_sm90(64, 96, FULL, lengths=LONG, without=SOFTCAP, keep_thread=True, q_stage=3, do_stage=3, **APART),
+    bwd_sm90(64, 96, CAUSAL, lengths=LONG, without=SOFTCAP + DETERMINISTIC, keep_thread=True, **APART),
     bwd_sm90(64, 64, without=SOFTCAP, **PERSISTENT),
     bwd_two_pass_sm90(64, 64, k_stage=3, v_stage=3),
-    bwd_sm90(
-        96,
-        64,
-        lengths=UP_TO_BRIEF,
-        without=SOFTCAP,
-        filled=0.5,
-        dq="apart",
-        pingpong=False,
-        persistent=True,
-        lone_tiles=True,
-        held_dq=4,
-    ),
-    bwd_sm90(
-        96,
-        64,
-        lengths=UP_TO_BRIEF,
-        without=SOFTCAP,
-        dq="apart",
-        pingpong=False,
-        persistent=True,
-        lone_tiles=True,
-    ),
+    bwd_sm90(96, 64, lengths=UP_TO_BRIEF, without=SOFTCAP, filled=0.5, held_dq=4, **LONE_96),
+    bwd_sm90(96, 64, lengths=UP_TO_BRIEF, without=SOFTCAP, **LONE_96),
     bwd_sm90(96, 64, FULL, lengths=UP_TO_MODERATE, without=SOFTCAP, waves=3, in_turn=True, last_rounds=True, **LATE),
     bwd_sm90(96, 64, CAUSAL, lengths=SHORT, without=SOFTCAP, in_turn=True, last_rounds=True, **LATE),
     bwd_sm90(96, 64, without=SOFTCAP, **LATE),
