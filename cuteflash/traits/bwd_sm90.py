@@ -162,7 +162,7 @@ class BwdTraitsSm90:
     def smem_plan(self) -> dict[str, SmemRegion]:
         """Barriers, row statistics, K, V, Q, dO, dS, dQ as it waits to be added, and tiles that are handed out."""
         rings = 2 * self.kv_stage + self.q_stage + self.do_stage + self.ds_stage + self.dq_stages
-        barriers = 2 * rings + self.kv_stage  # full and empty; the gradients of each stage of K and V
+        barriers = 2 * rings + self.kv_stage + 1  # full and empty; gradients of each stage of K and V; a tile's steps
         plan = {"barriers": SmemRegion(0, barriers * MBARRIER_BYTES)}
 
         def append(name: str, nbytes: int, stages: int, align: int = SWIZZLE_ALIGN) -> None:

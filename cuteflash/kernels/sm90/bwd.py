@@ -47,7 +47,7 @@ from cuteflash.kernels.common.workspace import WorkspaceTensors, workspace_of
 from cuteflash.kernels.sm90.bwd_bundles import Block, Rings, Tiles, Tma
 from cuteflash.kernels.sm90.bwd_dq_product import compute_dq, make_dq_product
 from cuteflash.kernels.sm90.bwd_dq_store import take_dq
-from cuteflash.kernels.sm90.bwd_load import load, make_tma, store_gradients, store_until
+from cuteflash.kernels.sm90.bwd_load import await_steps, load, load_in_turn, make_tma, store_gradients, store_until
 from cuteflash.kernels.sm90.bwd_mma import consume, pass_turn
 from cuteflash.kernels.sm90.bwd_visit import visit_key_tiles
 from cuteflash.kernels.sm90.bwd_warpgroup import make_key_warpgroup
@@ -226,6 +226,7 @@ class FlashBwdSm90:
                     handover.init(WARPGROUP // 32)
                 for stage in range(traits.kv_stage):
                     cute.arch.mbarrier_init(rings.gradients + stage, consumer_warps)
+                cute.arch.mbarrier_init(rings.steps, 1)
                 if const_expr(handout is not None):
                     handout.init(readers=traits.num_threads // 32 - 1)  # all but the one that hands out
             cute.arch.mbarrier_init_fence()
@@ -269,7 +270,8 @@ class FlashBwdSm90:
         cute.arch.griddepcontrol_launch_dependents()  # the kernel after this one may begin where blocks end
         cute.arch.griddepcontrol_wait()  # this one has, perhaps, where those of the kernel before end
         if warp == 0:
-            visit(functools.partial(load, self, block))
+            waits = block.handout is not None and block.launch.order.draws_first
+            visit(functools.partial(load_in_turn if waits else load, self, block))
         for stage in cutlass.range_constexpr(stages):
             if warp == 1 + stage:
                 visit(functools.partial(take_dq, self, block, stage))
@@ -278,7 +280,8 @@ class FlashBwdSm90:
             if const_expr(block.handout is None):
                 visit(functools.partial(store_gradients, self, block))
             else:
-                hand_out(block.handout, block.launch, functools.partial(store_until, self, block), Int32(0))
+                follow, steps = functools.partial(store_until, self, block), functools.partial(await_steps, block)
+                hand_out(block.handout, block.launch, follow, Int32(0), steps)
 
     def make_rings(self, base: cute.Pointer) -> Rings:
         """The rings and barriers over the mbarriers at the start of the block's shared memory."""
@@ -296,7 +299,8 @@ class FlashBwdSm90:
             Handover(barriers + position + 2 * part, barriers + position + 2 * part + 1)
             for part in range(traits.dq_stages)
         )
-        return Rings(**rings, ds=ds, dq=dq, gradients=barriers + position + 2 * traits.dq_stages)
+        gradients = barriers + position + 2 * traits.dq_stages
+        return Rings(**rings, ds=ds, dq=dq, gradients=gradients, steps=gradients + traits.kv_stage)
 
     def make_tiles(self, base: cute.Pointer) -> Tiles:
         """The shared-memory tensors, laid out by the traits' plan."""

@@ -81,6 +81,7 @@ class Rings:
     ds: StageRing  # to what computes dQ; consumers that do so themselves know when a stage is free
     dq: tuple[Handover, ...]  # one a stage of sdQ, side by side in memory
     gradients: cute.Pointer  # mbarriers, one a stage of K: dK and dV of its tile are in the place of K and V
+    steps: cute.Pointer  # mbarrier, a phase a tile: the consumers have read Q of its last step
 
     def gradients_of(self, wave: Int32) -> cute.Pointer:
         """That of the block's `wave`-th tile; its phases are those of the ring of K.

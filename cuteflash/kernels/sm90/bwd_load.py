@@ -157,6 +157,25 @@ def store_until(kernel: cutlass.Constexpr, block: Block, done: Int32, position: 
     return done
 
 
+@cute.jit
+def load_in_turn(kernel: cutlass.Constexpr, block: Block, visit: Visit):
+    """`load` for blocks that draw their tiles and take turns; it says when the consumers have read the last Q."""
+    load(kernel, block, visit)
+    q = block.rings.q
+    if visit.tile.mask.seqlen_k > kernel.traits.tile_n:  # nothing else is handed out, so nothing to load
+        q.wait_free(visit.start + block.launch.steps(visit.blocks) - 1 + q.stages)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(block.rings.steps)
+
+
+def await_steps(block: Block, position: Int32) -> None:
+    """Wait until the steps of tile `position` are done; see `hand_out`.
+
+    It may return sooner if tiles shortly before have not been waited for.
+    """
+    wait_phase(block.rings.steps, position & 1)
+
+
 def load_statistic(gX: cute.Tensor, sX: cute.Tensor, barrier: cute.Pointer) -> None:
     """Load one fp32 number a row of a query tile."""
     with cute.arch.elect_one():

@@ -100,16 +100,25 @@ class Handout:
 
 
 @cute.jit
-def hand_out(handout: Handout, launch: Launch | BwdLaunch, follow: cutlass.Constexpr, done: Any):
+def hand_out(
+    handout: Handout,
+    launch: Launch | BwdLaunch,
+    follow: cutlass.Constexpr,
+    done: Any,
+    await_steps: cutlass.Constexpr = None,
+):
     """Draw tiles and hand out those that exist, then the end; a whole warp calls it.
 
     Drawing and finding a tile takes a microsecond or two, as the work on a short one does: short tiles are found as far
     ahead as the ring allows. But a tile that waits here while other blocks have nothing left to do prolongs the launch:
     the next tile after a long one is not drawn before the block begins with that one. If blocks take turns, others wait
-    for a tile that waits here, and more and more blocks for those: the next tile is drawn once the block is done.
+    for a tile that waits here, and more and more blocks for those, unless its sequence has no other: the next tile is
+    drawn once the block is done with the steps of the one before it, so that it is found, and its loads begin, while
+    that one's results are stored.
 
     `follow(done, position)` returns once the block works on tile `position`, or has nothing left to do before it;
     nothing is waited for if it is negative. `done` is what it returned last, at first the one that is given.
+    `await_steps(position)`, which orders need that draw first, returns once the steps of a tile are done.
     """
     order = launch.order
     position, near = Int32(0), Int32(0)
@@ -125,11 +134,14 @@ def hand_out(handout: Handout, launch: Launch | BwdLaunch, follow: cutlass.Const
         ahead = tiles_ahead(launch.rows_visited(tile), handout.most_ahead)
         if const_expr(order.draws_first):
             if sequence.seqlen_k > launch.tile_n:
-                ahead = Int32(0)
+                ahead = Int32(1)
         if tile.exists():
             handout.put(position, (block, head, near, *sequence))
             position += 1
             done = follow(done, position - ahead)
+            if const_expr(order.draws_first):
+                if sequence.seqlen_k > launch.tile_n:
+                    await_steps(position - 1)
         if not draws_ahead:
             following = order.draw()
         if const_expr(not order.draws_first):
