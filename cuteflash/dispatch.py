@@ -152,15 +152,21 @@ def offers(
     Those made for the head dims come first, then those of the square that holds them. The one to take is the first
     with no reason why not, which ends them if it serves any number of blocks. `query_rows`: see `Row.serves`.
     """
-    head_dim, head_dim_v = padded_head_dim(problem.operands.head_dim), padded_head_dim(problem.operands.head_dim_v)
-    square = max(head_dim, head_dim_v)
-    for made_for in dict.fromkeys([(head_dim, head_dim_v), (square, square)]):
+    pairs = pairs_of(problem)
+    for made_for in pairs:
         for row in rows:
             if (row.traits.head_dim, row.traits.head_dim_v) == made_for and row.serves(problem, lengths, query_rows):
-                traits, reason = _fitted(row.traits, head_dim, head_dim_v, arch)
+                traits, reason = _fitted(row.traits, *pairs[0], arch)
                 yield row, traits, reason
                 if reason is None and row.serves_any_number:
                     return
+
+
+def pairs_of(problem: AnyProblem) -> tuple[tuple[int, int], ...]:
+    """The head dims that rows are made for which may run a problem, best first: its own, padded, and their square."""
+    head_dim, head_dim_v = padded_head_dim(problem.operands.head_dim), padded_head_dim(problem.operands.head_dim_v)
+    square = max(head_dim, head_dim_v)
+    return tuple(dict.fromkeys([(head_dim, head_dim_v), (square, square)]))
 
 
 @functools.lru_cache(FITTED_MAX)

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from cuteflash import usertable
-from cuteflash.dispatch import offers
+from cuteflash.dispatch import offers, pairs_of
 from cuteflash.mla_problem import AnyProblem
 from cuteflash.problem import DTYPES, FEATURES, FP8_DTYPES, MASK_KINDS, UNBOUNDED
 from cuteflash.problem_names import problem_id
@@ -173,9 +173,13 @@ def _choices(table: TableKey, rows: Sequence[Row], task: Task) -> Iterator[Row]:
     """
     arch, spec = get_arch(table.target), SPECS[task]
     numbers = [number for one in spec.classes_of_rows for number in _numbers(one)]
+    made_for: dict[tuple[int, int], list[Row]] = {}  # by head dims: a problem asks few of all rows
+    for row in rows:
+        made_for.setdefault((row.traits.head_dim, row.traits.head_dim_v), []).append(row)
     for problem in _problems(spec):
+        some = [row for pair in pairs_of(problem) for row in made_for.get(pair, ())]
         for lengths, number in itertools.product(LENGTH_CLASSES, numbers):
-            offered = offers(rows, problem, lengths, arch, number)
+            offered = offers(some, problem, lengths, arch, number)
             found = [row for row, _, reason in offered if reason is None]
             yield from found
             if not found and task not in FORMS:  # rows that split keys need not serve every pair of head dims
