@@ -65,6 +65,13 @@ class Compiled:
         """What a regular expression, or its group, matches in the PTX: each text once, in order."""
         return tuple(sorted(set(re.findall(pattern, self.ptx))))
 
+    def times(self, pattern: str, before: str = "") -> int:
+        """How often a regular expression matches in the PTX, or in what comes before a text there, which it has."""
+        text = self.ptx
+        if before:
+            text, _ = text.split(before, 1)
+        return len(re.findall(pattern, text))
+
     def assert_no_complaint(self) -> None:
         """No spill, no stack, no diagnostic, as ptxas reports it."""
         used = self.resources

@@ -27,7 +27,7 @@ from tests import cross_compile, machine_code
 from tests.cross_compile import Compiled
 
 Facts = dict[str, Any]  # by name; JSON's values
-SAMPLE = 8
+SAMPLE = 32
 PATH = pathlib.Path(__file__).with_name("kernels.json")
 PART = "facts-*.json"  # of each process of a run
 
@@ -84,6 +84,11 @@ class Kernel:
     def found(self, pattern: str) -> tuple[str, ...]:
         """See `Compiled`."""
         return tuple(self._fact(f"found {pattern}", lambda one: list(one.found(pattern))))
+
+    def times(self, pattern: str, before: str = "") -> int:
+        """See `Compiled`."""
+        name = f"times {pattern} before {before}" if before else f"times {pattern}"
+        return int(self._fact(name, lambda one: one.times(pattern, before)))
 
     def assert_no_complaint(self) -> None:
         """See `Compiled`."""

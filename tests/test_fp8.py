@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 import types
 from typing import Any
 
@@ -485,21 +484,21 @@ def test_rows_compile_without_complaint(
     choice = choose_shipped(problem, "sm_90a", "sm90")
     compiled = kernels(choice.kernel_cls, choice.traits, problem, "sm_90a")
     compiled.assert_no_complaint()
-    assert "wgmma.mma_async.sync.aligned.m64n" in compiled.ptx and ".f32.e4m3.e4m3" in compiled.ptx
+    assert compiled.times(r"wgmma\.mma_async\.sync\.aligned\.m64n\S*\.f32\.e4m3\.e4m3")
 
 
 @pytest.mark.slow
 def test_attention_waits_for_the_transposed_v_before_its_loads(kernels: KernelStore) -> None:
     """What is launched beside the kernel before must wait for that; without such a kernel nothing waits."""
     transpose = kernels(TransposeV, transpose_traits(64), TransposeProblem("e4m3", 64), "sm_90a")
-    assert transpose.ptx.count("griddepcontrol.launch_dependents") == 1
+    assert transpose.times(r"griddepcontrol\.launch_dependents") == 1
     given = dataclasses.replace(Operands.of("e4m3", 64, 64), transposed_v=True)
     for operands in (given, dataclasses.replace(given, transposed_before=True)):
         problem = FwdProblem(operands, Scores("causal"))
         choice = choose_shipped(problem, "sm_90a", "sm90")
         compiled = kernels(choice.kernel_cls, choice.traits, problem, "sm_90a")
         compiled.assert_no_complaint()
-        assert compiled.ptx.count("griddepcontrol.wait") == operands.transposed_before
+        assert compiled.times(r"griddepcontrol\.wait") == operands.transposed_before
 
 
 @pytest.mark.slow
@@ -508,8 +507,7 @@ def test_p_is_e4m3_beside_a_v_of_e5m2(kernels: KernelStore) -> None:
     choice = choose_shipped(problem, "sm_90a", "sm90")
     compiled = kernels(choice.kernel_cls, choice.traits, problem, "sm_90a")
     compiled.assert_no_complaint()
-    products = set(re.findall(r"wgmma\.mma_async\S+", compiled.ptx))
-    assert {product.partition(".f32.")[2] for product in products} == {"e5m2.e5m2", "e4m3.e5m2"}
+    assert compiled.found(r"wgmma\.mma_async\S+\.f32\.(\S+)") == ("e4m3.e5m2", "e5m2.e5m2")
 
 
 def e4m3(values: list[float], dtype: torch.dtype = FP8) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from cuteflash.kernels.sm90.fwd import FlashFwdSm90
 from cuteflash.problem import FwdProblem, Storage
 from cuteflash.traits.arch import get_arch
 from cuteflash.traits.sm90 import FwdTraitsSm90
+from tests.kernel_record import Kernel
 from tests.kernel_store import KernelStore
 from tests.slow import slow_but
 
@@ -86,10 +86,11 @@ CONDITIONAL: dict[str, Callable[[FwdTraitsSm90, FwdProblem], bool]] = {
 }
 
 
-def products(sass: str, shape: str, *, transposed: bool) -> list[str]:
-    """The operands of the WGMMA products of a shape, with B as it lies in memory or transposed."""
-    found = re.findall(rf"HGMMA\.{shape} ([^;]*);", sass)
-    return [operands for operands in found if (".tnspB" in operands) == transposed]
+def products(compiled: Kernel, shape: str, *, transposed: bool) -> tuple[int, int]:
+    """How many WGMMA products have a shape and B as it lies in memory, or transposed; of how many A is in registers."""
+    b = "(?=" if transposed else "(?!"
+    every, with_a = (rf"HGMMA\.{shape} {operands}{b}[^;]*\.tnspB)" for operands in ("", r"[^,;]*, R"))
+    return compiled.count(every), compiled.count(with_a)
 
 
 @pytest.mark.parametrize("case", slow_but(CASES, "causal-lse"))
@@ -105,21 +106,21 @@ def test_case_uses_hopper_instructions_and_nothing_slows_it_down(case: str, kern
     for instruction, asked_for in CONDITIONAL.items():
         assert bool(compiled.count(instruction)) == asked_for(traits, problem), instruction
 
-    changes = {int(value, 16) for value in re.findall(r"USETMAXREG\S* (?:UP\d, )?(0x\w+)", compiled.sass)}
-    assert changes == ({traits.producer_regs, traits.mma_regs} if traits.warp_specialized else set())
+    split = {traits.producer_regs, traits.mma_regs} if traits.warp_specialized else set()
+    changes = [compiled.count(rf"USETMAXREG\S* (?:UP\d, )?{registers:#x}\b") for registers in split]
+    assert all(changes) and sum(changes) == compiled.count("USETMAXREG")
 
-    # S = Q K^T and O += P V, unrolled over their k-blocks, with A from registers where the traits say so.
-    types = {"bf16": "F32.BF16", "fp16": "F32"}[problem.operands.qk_dtype]
-    qk = products(compiled.sass, f"64x{traits.tile_n}x16.{types}", transposed=False)
-    pv = products(compiled.sass, f"64x{traits.head_dim_v}x16.{types}", transposed=True)
-    assert qk and len(qk) % (traits.head_dim // 16) == 0
-    assert pv and len(pv) % (traits.tile_n // 16) == 0
-    assert {operands.split(", ")[1].startswith("R") for operands in qk} == {traits.q_in_regs}
-    assert {operands.split(", ")[1].startswith("R") for operands in pv} == {traits.p_in_regs}
-    assert len(qk) + len(pv) == compiled.count(r"HGMMA\.")
+    # S = Q K^T and O += P V, unrolled over their k-blocks, with A from registers if the traits say so.
+    types = {"bf16": r"F32\.BF16", "fp16": "F32"}[problem.operands.qk_dtype]
+    qk, qk_of_registers = products(compiled, rf"64x{traits.tile_n}x16\.{types}", transposed=False)
+    pv, pv_of_registers = products(compiled, rf"64x{traits.head_dim_v}x16\.{types}", transposed=True)
+    assert qk and qk % (traits.head_dim // 16) == 0
+    assert pv and pv % (traits.tile_n // 16) == 0
+    assert (qk_of_registers, pv_of_registers) == (qk * traits.q_in_regs, pv * traits.p_in_regs)
+    assert qk + pv == compiled.count(r"HGMMA\.")
 
     barriers, words = traits.smem_handout  # in the gap that the plan leaves
     assert traits.smem_plan["barriers"].end <= barriers.start and words.end <= traits.smem_plan["q"].start
 
     if problem.scores.softcap:  # every score of every S, in whichever loop it is
-        assert compiled.count(r"MUFU\.TANH") == len(qk) // (traits.head_dim // 16) * traits.tile_n // 2
+        assert compiled.count(r"MUFU\.TANH") == qk // (traits.head_dim // 16) * traits.tile_n // 2

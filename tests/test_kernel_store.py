@@ -84,7 +84,12 @@ def test_a_kernel_that_does_not_compile_is_tried_again(
 
 
 RESOURCES = [40, 0, 0, 0, ["(C1) slow"]]
-KNOWN: dict[str, Any] = {"resources": RESOURCES, "count LDL": 3, "found \\.target (\\w+)": ["sm_10"]}
+KNOWN: dict[str, Any] = {
+    "resources": RESOURCES,
+    "count LDL": 3,
+    "found \\.target (\\w+)": ["sm_10"],
+    "times \\.target before .version": 2,
+}
 
 
 def test_what_the_record_knows_is_not_compiled(
@@ -93,7 +98,7 @@ def test_what_the_record_knows_is_not_compiled(
     monkeypatch.setattr(Kernel, "is_sample", False)
     kernel = store(tmp_path, **KNOWN)(*REQUEST)
     assert kernel.resources == Resources(40, 0, 0, 0, ("(C1) slow",)) and kernel.count("LDL") == 3
-    assert kernel.found(r"\.target (\w+)") == ("sm_10",)
+    assert kernel.found(r"\.target (\w+)") == ("sm_10",) and kernel.times(r"\.target", before=".version") == 2
     for check in (kernel.assert_no_complaint, kernel.assert_clean):
         with pytest.raises(AssertionError):
             check()
@@ -111,10 +116,13 @@ def test_a_kernel_of_the_sample_is_compared(
     with pytest.raises(AssertionError, match=r"kernels.json says .*, the compiler"):
         kernel.assert_clean()
         kernel.found(r"\.target (\w+)")
-    truth = {"resources": [*kernel_numbers(kernel), []], "count LDL": 0, "found \\.target (\\w+)": ["sm_80"]}
+        kernel.times(r"\.target", before=".version")
+    numbers = [[*kernel_numbers(kernel), []], 0, ["sm_80"], 0]
+    truth = dict(zip(KNOWN, numbers, strict=True))
     kernel = store(tmp_path, **{name: truth[name]})(*REQUEST)
     kernel.assert_clean()
-    assert kernel.found(r"\.target (\w+)") == ("sm_80",) and compilations == ["sm_80"]
+    assert kernel.found(r"\.target (\w+)") == ("sm_80",) and kernel.times(r"\.target", before=".version") == 0
+    assert kernel.times(r"\.target") == 1 and compilations == ["sm_80"]
 
 
 def kernel_numbers(kernel: Kernel) -> list[int]:
@@ -125,7 +133,7 @@ def kernel_numbers(kernel: Kernel) -> list[int]:
 def test_a_digest_says_whether_a_kernel_is_of_the_sample() -> None:
     digests = [hashlib.sha256(bytes([i, j])).hexdigest() for i in range(40) for j in range(40)]
     chosen = sum(Kernel(digest, {}, nothing).is_sample for digest in digests)
-    assert abs(chosen - len(digests) / SAMPLE) < 50
+    assert abs(chosen - len(digests) / SAMPLE) < 25
 
 
 def nothing() -> Any:

@@ -55,11 +55,11 @@ def test_kernels_neither_spill_nor_serialise_their_products(kernels: KernelStore
     # Parts to merge, their rows' statistics and lines; of a second part likewise.
     assert compiled.count("UBLKCP") == (4 if problem.is_split else 0)
     # Parts are stored for L2 to keep, and forgotten where one is joined and where up to 32 are merged.
-    assert compiled.ptx.count("st.global.L2::cache_hint.v4") == (16 if problem.is_split else 0)
-    assert compiled.ptx.count("discard.global.L2") == (2 if problem.is_split else 0)
+    assert compiled.times(r"st\.global\.L2::cache_hint\.v4") == (16 if problem.is_split else 0)
+    assert compiled.times(r"discard\.global\.L2") == (2 if problem.is_split else 0)
     assert not compiled.count(r"STG\.E\.64")
-    before, _ = compiled.ptx.split("griddepcontrol.wait", 1)  # lengths and page table are asked for
-    assert before.count("prefetch.global.L2") == 1 + problem.is_paged
+    # Lengths and page table are asked for.
+    assert compiled.times(r"prefetch\.global\.L2", before="griddepcontrol.wait") == 1 + problem.is_paged
 
 
 def test_rows_run_on_hopper_only() -> None:

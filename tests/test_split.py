@@ -321,8 +321,8 @@ def test_rows_do_not_spill_if_rows_of_pages_are_looked_up(head_dim: int, request
     traits = choose_shipped(problem, "sm_90a").traits
     compiled = request.getfixturevalue("kernels")(kernel_class(traits), traits, problem, "sm_90a")
     compiled.assert_clean()
-    before, _ = compiled.ptx.split("griddepcontrol.wait", 1)  # four vectors and the page table are asked for
-    assert before.count("prefetch.global.L2") == 5
+    # Four vectors and the page table are asked for.
+    assert compiled.times(r"prefetch\.global\.L2", before="griddepcontrol.wait") == 5
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
