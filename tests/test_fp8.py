@@ -507,7 +507,8 @@ def test_p_is_e4m3_beside_a_v_of_e5m2(kernels: KernelStore) -> None:
     choice = choose_shipped(problem, "sm_90a", "sm90")
     compiled = kernels(choice.kernel_cls, choice.traits, problem, "sm_90a")
     compiled.assert_no_complaint()
-    assert compiled.found(r"wgmma\.mma_async\S+\.f32\.(\S+)") == ("e4m3.e5m2", "e5m2.e5m2")
+    products = compiled.found(r"wgmma\.mma_async\.sync\.aligned\.m\d+n\d+k\d+\.(\S+)")
+    assert products == ("f32.e4m3.e5m2", "f32.e5m2.e5m2")
 
 
 def e4m3(values: list[float], dtype: torch.dtype = FP8) -> Tensor:
