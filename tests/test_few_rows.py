@@ -156,3 +156,5 @@ def test_rows_do_not_spill(row: Any, request: pytest.FixtureRequest) -> None:
     compiled.assert_clean()
     products = (traits.head_dim + traits.head_dim_v) // 16 * (traits.tile_n // WARPS // 16) * (traits.tile_m // 8)
     assert compiled.count(r"HMMA\.16816\.F32 ") == products
+    # Q, K and V leave shared memory before TMA may bring what follows, see `Ring.release_loaded`.
+    assert compiled.times(r"fence\.proxy\.async\.shared::cta;\s+bar\.warp\.sync") == 3

@@ -106,6 +106,9 @@ def test_case_uses_hopper_instructions_and_nothing_slows_it_down(case: str, kern
     for instruction, asked_for in CONDITIONAL.items():
         assert bool(compiled.count(instruction)) == asked_for(traits, problem), instruction
 
+    # Q leaves shared memory before TMA may bring the next tile's, see `Ring.release_loaded`.
+    assert compiled.times(r"ldmatrix[^;]*;\s+fence\.proxy\.async\.shared::cta;") == traits.q_in_regs
+
     split = {traits.producer_regs, traits.mma_regs} if traits.warp_specialized else set()
     changes = [compiled.count(rf"USETMAXREG\S* (?:UP\d, )?{registers:#x}\b") for registers in split]
     assert all(changes) and sum(changes) == compiled.count("USETMAXREG")

@@ -61,6 +61,16 @@ class Ring:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.stage(position))
 
+    def release_loaded(self, position: Int32) -> None:
+        """`release` of a tile that every lane has loaded into registers, and that TMA fills.
+
+        An arrival does not wait for loads that are on their way, and TMA writes shared memory on a way of its own:
+        loads that are held up, as when a block of another launch begins on the multiprocessor, find the next tile.
+        """
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        self.release(position)
+
 
 @dataclasses.dataclass(frozen=True)
 class TmaRing(Ring):

@@ -193,7 +193,7 @@ def step(
     if const_expr(not is_first):
         warpgroup.wait_group(0)
         side.second.release(position - 1)
-    side.first.release(position)
+    side.first.release_loaded(position)  # the statistics; the products have finished
     round_fragment(acc_as_operand_a(acc), side.tGrA)
     if const_expr(of_p):
         give_weights(kernel, side, block, position)

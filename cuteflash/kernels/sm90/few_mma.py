@@ -84,8 +84,7 @@ def consume_tile(
     factor = block.scales.of_scores(tile)
     rings.q.wait(q_pos)
     load_q(kernel, own, block.tiles.base)
-    cute.arch.sync_warp()  # every lane has read its rows before one of them lets the next tile's Q in
-    rings.q.release(q_pos)
+    rings.q.release_loaded(q_pos)
     own = with_factors(kernel, own, factor)
     n_block = blocks.hi
     for _ in cutlass.range(blocks.hi - blocks.lo, unroll=1):
@@ -150,7 +149,7 @@ def attend_block(kernel: cutlass.Constexpr, block: FewBlock, own: FewWarp, n_blo
     traits, rings, problem = kernel.traits, block.rings, kernel.problem
     rings.k.wait(position)
     multiply_k(kernel, own, tile_start(kernel, block, "k", position))
-    rings.k.release(position)
+    rings.k.release_loaded(position)
     own.scores.prepare(problem.scores, n_block * traits.tile_n, own.bounds)
     own.softmax.take_peaks(own.scores.values, False)
     for row in cutlass.range_constexpr(cute.size(own.scores.values.shape[0])):
@@ -158,7 +157,7 @@ def attend_block(kernel: cutlass.Constexpr, block: FewBlock, own: FewWarp, n_blo
     scale_rows(own.out, own.softmax.row_scale)
     rings.v.wait(position)
     multiply_v(kernel, own, tile_start(kernel, block, "v", position))
-    rings.v.release(position)
+    rings.v.release_loaded(position)
 
 
 def tile_start(kernel, block: FewBlock, name: str, position: Int32) -> cute.Pointer:

@@ -113,7 +113,7 @@ def consume_tile(
     if const_expr(kernel.fits_q and traits.q_in_regs):
         wg = with_row_factors(kernel, wg, fit_q_registers(wg))
     if const_expr(traits.q_in_regs):
-        rings.q.release(q_pos)
+        rings.q.release_loaded(q_pos)
     if blocks.hi > blocks.lo:
         kv_pos = attend(kernel, wg, tiles, rings, loads, tile, blocks, kv_pos)
     if const_expr(not traits.share_q_o and not traits.q_in_regs):

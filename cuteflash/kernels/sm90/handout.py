@@ -132,15 +132,16 @@ def hand_out(
         sequence = launch.sequence(near)
         tile = launch.tile_of(block, head, near, sequence)
         ahead = tiles_ahead(launch.rows_visited(tile), handout.most_ahead)
+        takes_turns = Boolean(False)
         if const_expr(order.draws_first):
-            if sequence.seqlen_k > launch.tile_n:
-                ahead = Int32(1)
+            takes_turns = sequence.seqlen_k > launch.tile_n
+            ahead = cutlass.select_(takes_turns, Int32(1), ahead)
         if tile.exists():
             handout.put(position, (block, head, near, *sequence))
             position += 1
             done = follow(done, position - ahead)
             if const_expr(order.draws_first):
-                if sequence.seqlen_k > launch.tile_n:
+                if takes_turns:
                     await_steps(position - 1)
         if not draws_ahead:
             following = order.draw()

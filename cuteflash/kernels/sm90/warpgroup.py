@@ -117,7 +117,6 @@ def with_q(kernel, wg: Warpgroup, tiles: Tiles, stage: Int32) -> Warpgroup:
         return dataclasses.replace(wg, tSrQ=wg.tSrQ[None, None, None, tile])
     copy = kernel.copy_q().get_slice(wg.thread)
     cute.copy(copy, copy.partition_S(tiles.sQ[None, None, wg.index]), copy.retile(wg.tSrQ))
-    cute.arch.sync_warp()  # every lane has read its rows before one of them lets the next tile's Q in
     return wg
 
 
