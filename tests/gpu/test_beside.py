@@ -25,7 +25,8 @@ pytestmark = pytest.mark.gpu
 
 CALLS = 6000
 AT_ONCE = 100  # calls between two looks at what runs beside them
-LAUNCHES = 1000  # beside, of a few microseconds each
+LAUNCHES = 1000  # beside, of a few microseconds each,
+NUMBERS = 1 << 20  # that are added to: blocks for every multiprocessor
 
 Results = tuple[Tensor, ...]
 
@@ -37,10 +38,10 @@ class Beside:
         self.stream = torch.cuda.Stream(device)
         self.graph = torch.cuda.CUDAGraph()
         self.done = torch.cuda.Event()
-        self.word = torch.zeros(1, device=device)
+        self.numbers = torch.zeros(NUMBERS, device=device)
         with torch.cuda.graph(self.graph, stream=self.stream):
             for _ in range(LAUNCHES):
-                self.word.add_(1.0)
+                self.numbers.add_(1.0)
 
     def go_on(self) -> None:
         """Launch more of them if those before are done."""
