@@ -93,7 +93,7 @@ class Words:
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+def module(selects_now: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module under test as plain Python; a warp is one thread."""
     module = untraced("cuteflash.kernels.sm90.handout")
     for name in ("hand_out", "tiles_ahead", "await_taken", "each_handed_tile"):
