@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ SMALL_LLAMA: dict[str, Any] = {
 }
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+RUNS = 1000  # of what has to repeat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +177,30 @@ def assert_right(inputs: tuple[Tensor, Tensor, Tensor], case: Case, out: Tensor,
     assert_close_to(out, exact, low)
     if lse is not None:
         assert_lse_close_to(lse, exact_lse, case)
+
+
+def assert_repeats(
+    first: tuple[Tensor, ...],
+    run: Callable[[], tuple[Tensor, ...]],
+    names: tuple[str, ...] = ("dq", "dk", "dv"),
+    runs: int = RUNS,
+) -> None:
+    """Every run gives what the first one gave, bit for bit: `runs` with it on a GPU, one more on a CPU."""
+    differ = [torch.zeros_like(x, dtype=torch.bool) for x in first]
+    counts, unwritten = torch.zeros(2, len(first), dtype=torch.int32, device=first[0].device)
+    for _ in range(runs - 1 if counts.is_cuda else 1):
+        for i, (x, y) in enumerate(zip(run(), first, strict=True)):
+            changed = x != y
+            differ[i] |= changed
+            counts[i] += changed.any()  # not looked at before the end: runs follow each other without a gap
+            unwritten[i] += x.isnan().any()
+    for name, count, holes, where in zip(names, counts.tolist(), unwritten.tolist(), differ, strict=False):
+        places = where.nonzero()
+        spread = [len(places[:, mode].unique()) for mode in range(places.shape[1])]
+        assert not count, (
+            f"{name}: {count} runs, {holes} with NaN, give something else at {len(places)} places, from "
+            f"{places[0].tolist()} to {places[-1].tolist()}, in {spread} of {list(where.shape)}"
+        )
 
 
 def assert_close_to(out: Tensor, exact: Tensor, low: Tensor) -> None:

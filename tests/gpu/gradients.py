@@ -10,7 +10,6 @@ rounded O; of each figure the larger one counts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ import cuteflash
 from tests.gpu.checks import Case, poisoned, rms, visible
 
 Tensors = tuple[Tensor, Tensor, Tensor]
-RUNS = 1000  # of a deterministic backward
 
 
 class Upstream(NamedTuple):
@@ -50,25 +48,6 @@ def gradients(
         if given.lse is None:
             return torch.autograd.grad(result[0] if case.lse else result, leaves, given.out)
         return torch.autograd.grad(result, leaves, (given.out, given.lse))
-
-
-def assert_repeats(first: tuple[Tensor, ...], run: Callable[[], tuple[Tensor, ...]]) -> None:
-    """Every run gives what the first one gave, bit for bit: a thousand of them on a GPU."""
-    differ = [torch.zeros_like(x, dtype=torch.bool) for x in first]
-    runs, unwritten = torch.zeros(2, len(first), dtype=torch.int32, device=first[0].device)
-    for _ in range(RUNS - 1 if runs.is_cuda else 1):
-        for i, (x, y) in enumerate(zip(run(), first, strict=True)):
-            changed = x != y
-            differ[i] |= changed
-            runs[i] += changed.any()  # not looked at before the end: runs follow each other without a gap
-            unwritten[i] += x.isnan().any()
-    for name, count, holes, where in zip(("dq", "dk", "dv"), runs.tolist(), unwritten.tolist(), differ, strict=False):
-        places = where.nonzero()
-        spread = [len(places[:, mode].unique()) for mode in range(places.shape[1])]
-        assert not count, (
-            f"{name}: {count} runs, {holes} with NaN, give something else at {len(places)} places, from "
-            f"{places[0].tolist()} to {places[-1].tolist()}, in {spread} of {list(where.shape)}"
-        )
 
 
 def _attention(inputs: Tensors, case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

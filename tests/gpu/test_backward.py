@@ -15,8 +15,8 @@ from torch import Tensor
 
 import cuteflash
 from cuteflash.arguments import BwdOptions
-from tests.gpu.checks import Case, poisoned
-from tests.gpu.gradients import Upstream, assert_repeats, assert_right, check, gradients, small, upstream
+from tests.gpu.checks import Case, assert_repeats, poisoned
+from tests.gpu.gradients import Upstream, assert_right, check, gradients, small, upstream
 from tests.gpu.test_forward import EDGES, HEAD_DIM_PAIRS, HEAD_DIMS, LENGTHS, MASKS, WINDOWS
 from tests.gpu.test_memory import BEYOND, LAYOUTS, interleaved
 

@@ -9,9 +9,9 @@ import torch
 
 from cuteflash.traits.bwd_sm90 import BwdTraitsSm90
 from tests.gpu import packed_gradients
-from tests.gpu.checks import Case
+from tests.gpu.checks import Case, assert_repeats
 from tests.gpu.conftest import OwnRow
-from tests.gpu.gradients import assert_repeats, check, gradients, small, upstream
+from tests.gpu.gradients import check, gradients, small, upstream
 from tests.gpu.packed import Packed
 
 pytestmark = pytest.mark.gpu

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import cuteflash
 from cuteflash.compile import compiler
-from tests.gpu.checks import Case
-from tests.gpu.gradients import Upstream, assert_repeats
+from tests.gpu.checks import Case, assert_repeats
+from tests.gpu.gradients import Upstream
 from tests.gpu.packed import DISTRIBUTIONS, Lengths, Packed
 from tests.gpu.packed_gradients import assert_right, check, gradients, upstream
 

@@ -10,8 +10,8 @@ import torch
 
 from cuteflash.traits.length_class import SMALL_LENGTH, TINY_LENGTH
 from tests.gpu import gradients as dense
-from tests.gpu.checks import Case
-from tests.gpu.gradients import Tensors, Upstream, assert_repeats
+from tests.gpu.checks import Case, assert_repeats
+from tests.gpu.gradients import Tensors, Upstream
 from tests.gpu.packed import Lengths, Packed
 from tests.gpu.packed_gradients import assert_right, gradients, upstream
 
