@@ -34,7 +34,7 @@ test: lint typecheck  ## everything that needs no GPU
 record: $(READY)  ## after a change of device code: all tests, then tests/kernels.json, which spares others compilations
 	$(WHOLE) --record
 
-quick: $(READY)  ## while developing: the tests that are not marked slow, in two minutes
+quick: $(READY)  ## while developing: the tests that are not marked slow
 	$(SINGLE) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not slow"
 
 lint: $(READY)  ## ruff, check only
