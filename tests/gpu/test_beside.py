@@ -21,6 +21,7 @@ from tests.gpu.gradients import upstream
 from tests.gpu.latent import LatentCase, run
 from tests.gpu.packed import Packed
 from tests.gpu.paged import Paged
+from tests.gpu.test_fp8 import Operands8
 
 pytestmark = pytest.mark.gpu
 
@@ -87,6 +88,23 @@ def test_packed_forward(head_dim: int, longest: int, family: str, beside: Beside
 
     def call() -> Results:
         out, lse = cuteflash.flash_attn_varlen_func(*inputs, **arguments)
+        return out, lse
+
+    assert_undisturbed(call, beside)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["V", "transposed V"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_fp8_forward(head_dim: int, is_transposed: bool, beside: Beside, hopper_gpu: torch.device) -> None:
+    """V as stored is loaded by warps that turn it, and TMA brings the next tile of it to the same place."""
+    case = Case(300, batch=8, heads=8, head_dim=head_dim, lse=True)
+    operands = Operands8.of(case, hopper_gpu)
+    v = operands.transposed_v() if is_transposed else operands.v
+    scales = dict(zip(("q_descale", "k_descale", "v_descale"), operands.scales, strict=True))
+    options = case.options() | scales | {"transposed_v": is_transposed}
+
+    def call() -> Results:
+        out, lse = cuteflash.flash_attn_func(operands.q, operands.k, v, **options)
         return out, lse
 
     assert_undisturbed(call, beside)
