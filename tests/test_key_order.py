@@ -38,7 +38,7 @@ def order_of(
 ) -> Any:
     """The order for `batch` sequences of one length."""
     dense = BwdProblem.dense("bf16", HEAD_DIM, HEAD_DIM, mask, deterministic=is_deterministic)
-    traits = SimpleNamespace(family="sm90", head_dim=HEAD_DIM, tile_n=128, turns_at_once=0)
+    traits = SimpleNamespace(family="sm90", head_dim=HEAD_DIM, tile_m=64, tile_n=128, turns_at_once=0)
     vars(traits).update(persistent=False, lone_blocks=False, held_dq=0, in_turn=False, first_stores=True)
     vars(traits).update(traits_of)
     kernel = SimpleNamespace(traits=traits, problem=dataclasses.replace(dense, storage=storage))
@@ -96,6 +96,26 @@ def test_of_a_deterministic_backward_few_tiles_of_a_head_run_together(storage: S
     assert order_of(storage, 1, 4 * ROWS_IN_L2, (64, 64), is_deterministic=True, turns_at_once=4).group == NUM_SMS // 4
     assert order_of(storage, 1, 4 * ROWS_IN_L2, is_deterministic=True, turns_at_once=4).group == 32  # there are no more
     assert order_of(storage, 1, 4 * ROWS_IN_L2, is_deterministic=True).group == 1  # any number may run together
+
+
+@pytest.mark.parametrize(
+    ("mask", "seqlen", "heads", "group"),
+    [
+        ("full", 1024, (32, 32), 17),  # 16 steps a tile: 8.25 of 132 blocks begin in each
+        ("full", 1024, (64, 32), 9),
+        ("full", 4096, (32, 32), 5),
+        ("causal", 1024, (64, 64), 33),  # half as many steps on average
+        ("causal", 1024, (32, 32), 32),  # there are no more
+        ("window", 8192, (32, 32), 5),
+    ],
+)
+def test_packed_blocks_that_take_turns_begin_two_steps_after_those_before_them(
+    mask: MaskKind, seqlen: int, heads: tuple[int, int], group: int
+) -> None:
+    assert order_of(PACKED, 64, seqlen, heads, mask, is_deterministic=True).group == group
+    assert order_of(PACKED, 64, seqlen, heads, mask).group < group
+    waits_for_none = order_of(PACKED, 64, seqlen, heads, mask, is_deterministic=True, first_stores=False)
+    assert waits_for_none.group == order_of(PACKED, 64, seqlen, heads, mask, first_stores=False).group
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])

@@ -23,6 +23,7 @@ LONGEST_OF_SOME = 12  # in mean lengths: a few sequences are that long, which ma
 LONE_HEADS = 8  # of a packed tile that one block takes, at most
 LONE_ROUNDS = 8  # of blocks that run at the same time, at least, that are left then
 LONG_LOOP = 1536  # keys, from which on heads that run side by side are faster; between the lengths that were timed
+TURN_SLACK = 2  # steps that pass, of one, before blocks begin that take their turns after those that begin now
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +181,9 @@ def key_order(
     if problem.is_deterministic and traits.turns_at_once:
         group = cutlass.max(group, scalars.num_sms // traits.turns_at_once)
     if problem.storage.k == "varlen":
+        if problem.is_deterministic and traits.first_stores:
+            steps = seqlen_q // batch * (heads_q // heads_k) // (traits.tile_m * (2 if differ else 1))
+            group = cutlass.max(group, heads_in_turn(steps, scalars.num_sms))
         if heads_at_once is not None:
             heads_k = (heads_k + heads_at_once - 1) // heads_at_once
         order = flat_order(packed.cu_seqlens_k, seqlen_k, heads_k, traits.tile_n, traits.lone_blocks)
@@ -197,6 +201,15 @@ def key_order(
         # Fewer blocks add to the same tile of dQ at a time, which pays in long loops; short ones take head after head.
         group, by_block = cutlass.min(group, 1 + seqlen_k // LONG_LOOP * group), True
     return TileOrder(n_blocks, heads_k, batch, cutlass.min(group, heads_k * batch), by_block, zigzag=differ)
+
+
+def heads_in_turn(steps: Int32, blocks: Int32) -> Int32:
+    """So many heads side by side that blocks seldom wait for their turn.
+
+    A block is to be a step behind the one with the key tile before its own, and blocks begin as others end, `blocks` in
+    the `steps` of a mean loop: if those of as many heads begin before the next key tile's do, that one comes in time.
+    """
+    return cute.ceil_div(TURN_SLACK * blocks, cutlass.max(steps, 1))
 
 
 def flat_order(cu: cute.Tensor, rows: Int32, heads: Int32, tile: int, alike: bool) -> RaggedOrder:

@@ -16,15 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from cuteflash.atoms.barriers import wait_phase
-from cuteflash.core.bwd_launch import BwdLaunch
-from cuteflash.core.launch import Launch
 from cuteflash.core.lengths import Sequence
 from cuteflash.core.schedule import each_tile
 from cuteflash.core.split import each_part
@@ -35,6 +33,33 @@ from cuteflash.traits.sm90 import HANDED_BYTES, HANDED_TILES
 WORDS = 7  # of a tile: its number in its sequence, head, batch entry, and those of its sequence
 SEVERAL_ROWS, MANY_ROWS = 256, 1024  # visited by a tile that takes longer, or much longer, than finding one
 NO_TILE = -1  # the number that says that no tile follows
+
+
+class AnyLaunch(Protocol):
+    """What this file asks of `cuteflash.core.launch.Launch` and of `cuteflash.core.bwd_launch.BwdLaunch`.
+
+    It names neither, so that a forward kernel is compiled anew only if something changes that it consists of.
+    """
+
+    order: Any
+    line: Any
+    tile_n: cutlass.Constexpr[int]
+
+    def tile(self, index: Int32) -> QueryTile | KeyTile:
+        """The tile with number `index` of the order."""
+        ...
+
+    def tile_of(self, block: Int32, head: Int32, batch: Int32, sequence: Sequence) -> QueryTile | KeyTile:
+        """The tile with these numbers."""
+        ...
+
+    def sequence(self, batch: Int32) -> Sequence:
+        """The sequence of a batch entry."""
+        ...
+
+    def rows_visited(self, tile: Any) -> Int32:
+        """What a tile costs, in rows of K or of Q."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +127,7 @@ class Handout:
 @cute.jit
 def hand_out(
     handout: Handout,
-    launch: Launch | BwdLaunch,
+    launch: AnyLaunch,
     follow: cutlass.Constexpr,
     done: Any,
     await_steps: cutlass.Constexpr = None,
@@ -172,14 +197,14 @@ def await_taken(handout: Handout, done: Int32, position: Int32):
     return done
 
 
-def tile_of_words(launch: Launch | BwdLaunch, words: tuple[Int32, ...]) -> QueryTile | KeyTile:
+def tile_of_words(launch: AnyLaunch, words: tuple[Int32, ...]) -> QueryTile | KeyTile:
     """The tile that was handed out as `words`."""
     block, head, batch, *spans = words
     return launch.tile_of(block, head, batch, Sequence(*spans))
 
 
 @cute.jit
-def each_handed_tile(handout: Handout, launch: Launch | BwdLaunch, visit: cutlass.Constexpr):
+def each_handed_tile(handout: Handout, launch: AnyLaunch, visit: cutlass.Constexpr):
     """Visit the tiles that are handed out to this block, as `visit_tiles` does."""
     q_pos, kv_pos = Int32(0), Int32(0)
     words = handout.take(q_pos)
@@ -190,13 +215,13 @@ def each_handed_tile(handout: Handout, launch: Launch | BwdLaunch, visit: cutlas
 
 
 @cute.jit
-def visit_index(launch: Launch | BwdLaunch, visit: cutlass.Constexpr, index: Int32, q_pos: Int32, kv_pos: Int32):
+def visit_index(launch: AnyLaunch, visit: cutlass.Constexpr, index: Int32, q_pos: Int32, kv_pos: Int32):
     """Visit the tile with number `index` of the order."""
     return visit(launch.tile(index), q_pos, kv_pos)
 
 
 @cute.jit
-def visit_tiles(handout: Handout | None, launch: Launch | BwdLaunch, visit: cutlass.Constexpr):
+def visit_tiles(handout: Handout | None, launch: AnyLaunch, visit: cutlass.Constexpr):
     """Visit this block's tiles.
 
     `visit(tile, q_pos, kv_pos)` is called with a tile and the positions of its Q and of its first K and V in their
