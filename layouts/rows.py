@@ -13,12 +13,13 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from cuteflash.compile import BuildReport
-from cuteflash.dispatch import KERNELS, MLA_E4M3_ROWS, MLA_ROWS, Choice, choose, choose_shipped, latent_rows
+from cuteflash.dispatch import KERNELS, MLA_E4M3_ROWS, MLA_ROWS, Choice, choose, choose_shipped, latent_rows, offers
 from cuteflash.mla_problem import HEADS_MAX, LATENT_DIM, LATENT_DIM_V, AnyProblem, MlaProblem
 from cuteflash.problem import (
     DTYPE_BYTES,
     FEATURES,
     MASK_KINDS,
+    UNBOUNDED,
     BwdProblem,
     Dtype,
     Feature,
@@ -219,14 +220,18 @@ def _served(row: Row, head_dim_v: int, target: str, family: Family) -> list[tupl
     """
     dense, extras = ASKED[cast(Operation, row.traits.operation)]
     dtypes = sorted(row.dtypes, key=lambda name: name != "bf16")
+    few = query_rows(row.traits)
     for extra in ({}, *({name: True} for name in extras)):
         served = []
-        for dtype, mask, lengths in itertools.product(dtypes, row.masks, reversed(row.lengths)):
+        for dtype, mask in itertools.product(dtypes, row.masks):
             problem = dense(dtype, row.traits.head_dim, head_dim_v, mask, **extra)
             problem = problem.asking((problem.features | KERNELS_OWN) & row.traits.features)
-            choice = _shipped_choice(problem, target, family, cast(Any, lengths), query_rows(row.traits))
-            if choice is not None and choice.row == row:
-                served.append((problem, lengths, choice))
+            for lengths in reversed(row.lengths):
+                alone = offers((row,), problem, cast(Any, lengths), get_arch(target), few or UNBOUNDED)
+                if any(reason is None for _, _, reason in alone):  # or dispatch need not be asked
+                    choice = choose_shipped(problem, target, family, cast(Any, lengths), few)
+                    if choice.row == row:
+                        served.append((problem, lengths, choice))
         if served:
             return served
     return []

@@ -33,7 +33,8 @@ from cuteflash.tune.store import Store, candidate_id
 TOLERANCE = 0.02  # a row may be this much slower than a cell's best
 MIN_GAIN = 0.01  # a default is worth replacing only for more than this
 
-# Masks, dtypes, lengths and, one after the other, classes of query rows.
+Names = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]  # masks, dtypes, lengths
+# The same and, one after the other, classes of query rows.
 Box = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[Rows, ...]]
 
 
@@ -223,19 +224,30 @@ def _boxes_of_rows(
     slots: set[Slot], above: set[Slot], dtypes: Sequence[str], rows: Rows
 ) -> list[tuple[Box, set[Slot]]]:
     """`boxes` of slots with these query rows."""
-    left, found = set(slots), []
-    reach = left | above
-    products: dict[Box, set[Slot]] = {
-        (*box, (rows,)): {Slot(*names, rows) for names in itertools.product(*box)}
-        for box in itertools.product(_subsets(MASK_KINDS), _subsets(dtypes), _subsets(LENGTH_CLASSES))
-    }
-    fitting = {box: held for box, held in products.items() if held <= reach}
+    places, products = _products(tuple(dtypes))
+    left = sum(places[slot[:3]] for slot in slots)
+    reach = left | sum(places.get(slot[:3], 0) for slot in above - slots)
+    fitting = {box: held for box, held in products.items() if not held & ~reach}
+    found: list[tuple[Box, set[Slot]]] = []
     while left:
         # Most slots added, then fewest of others': a row says no more than it has to.
-        box, held = max(fitting.items(), key=lambda item: (len(item[1] & left), -len(item[1])))
-        found.append((box, held & left))
-        left -= held
+        box, held = max(fitting.items(), key=lambda item: ((item[1] & left).bit_count(), -item[1].bit_count()))
+        added = {Slot(*names, rows) for names, place in places.items() if place & held & left}
+        found.append(((*box, (rows,)), added))
+        left &= ~held
     return found
+
+
+@functools.cache
+def _products(dtypes: tuple[str, ...]) -> tuple[dict[tuple[str, str, str], int], dict[Names, int]]:
+    """A bit for each mask, dtype and length class, and the bits of each product of some of them."""
+    names: Iterable[tuple[str, str, str]] = itertools.product(MASK_KINDS, dtypes, LENGTH_CLASSES)
+    places = {one: 1 << n for n, one in enumerate(names)}
+    subsets = itertools.product(_subsets(MASK_KINDS), _subsets(dtypes), _subsets(LENGTH_CLASSES))
+    products: dict[Names, int] = {}
+    for masks, some, lengths in subsets:
+        products[masks, some, lengths] = sum(places[one] for one in itertools.product(masks, some, lengths))
+    return places, products
 
 
 def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:

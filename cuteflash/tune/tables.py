@@ -177,7 +177,9 @@ def _choices(table: TableKey, rows: Sequence[Row], task: Task) -> Iterator[Row]:
     for row in rows:
         made_for.setdefault((row.traits.head_dim, row.traits.head_dim_v), []).append(row)
     for problem in _problems(spec):
-        some = [row for pair in pairs_of(problem) for row in made_for.get(pair, ())]
+        mask, dtype = problem.scores.mask, problem.operands.row_dtype
+        every = (row for pair in pairs_of(problem) for row in made_for.get(pair, ()))
+        some = [row for row in every if mask in row.masks and dtype in row.dtypes]  # for all classes of lengths
         for lengths, number in itertools.product(LENGTH_CLASSES, numbers):
             offered = offers(some, problem, lengths, arch, number)
             found = [row for row, _, reason in offered if reason is None]
