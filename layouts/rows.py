@@ -220,16 +220,16 @@ def _served(row: Row, head_dim_v: int, target: str, family: Family) -> list[tupl
     """
     dense, extras = ASKED[cast(Operation, row.traits.operation)]
     dtypes = sorted(row.dtypes, key=lambda name: name != "bf16")
-    few = query_rows(row.traits)
+    few, arch = query_rows(row.traits), get_arch(target)
     for extra in ({}, *({name: True} for name in extras)):
-        served = []
+        served: list[tuple[Problem, str, Choice]] = []
         for dtype, mask in itertools.product(dtypes, row.masks):
             problem = dense(dtype, row.traits.head_dim, head_dim_v, mask, **extra)
             problem = problem.asking((problem.features | KERNELS_OWN) & row.traits.features)
-            for lengths in reversed(row.lengths):
-                alone = offers((row,), problem, cast(Any, lengths), get_arch(target), few or UNBOUNDED)
-                if any(reason is None for _, _, reason in alone):  # or dispatch need not be asked
-                    choice = choose_shipped(problem, target, family, cast(Any, lengths), few)
+            for lengths in cast(tuple[LengthClass, ...], row.lengths[::-1]):
+                # The row alone first: to look through its whole table takes longer, most of all if none of it serves.
+                if any(reason is None for _, _, reason in offers((row,), problem, lengths, arch, few or UNBOUNDED)):
+                    choice = choose_shipped(problem, target, family, lengths, few)
                     if choice.row == row:
                         served.append((problem, lengths, choice))
         if served:
