@@ -30,110 +30,119 @@ pytestmark = [
 ]
 
 Results = tuple[Tensor, ...]
+Run = Callable[[], Results]
+Prepare = Callable[[torch.device, str], Run]
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 TIMES = 20
 CASE = Case(300, batch=3, heads=4, kv_heads=2, head_dim=128, causal=True, lse=True)
 KEYS = (1, 5000, 64, 700)
 
 
-def forward(device: torch.device, family: str) -> Results:
-    found: Results = cuteflash.flash_attn_func(*CASE.inputs(device), **CASE.options(), family=family)
-    return found
+def forward(device: torch.device, family: str) -> Run:
+    inputs, options = CASE.inputs(device), CASE.options()
+    return lambda: cuteflash.flash_attn_func(*inputs, **options, family=family)
 
 
-def backward(device: torch.device, family: str) -> Results:
+def backward(device: torch.device, family: str) -> Run:
     inputs = CASE.inputs(device)
-    return dense.gradients(inputs, dense.upstream(inputs, CASE), CASE, family, deterministic=True)
+    given = dense.upstream(inputs, CASE)
+    return lambda: dense.gradients(inputs, given, CASE, family, deterministic=True)
 
 
-def packed(device: torch.device, family: str) -> Results:
+def packed(device: torch.device, family: str) -> Run:
     sequences = Packed((5, 0, 300, 64, 1000), case=Case(heads=2, lse=True))
-    inputs = sequences.inputs(device)
+    inputs, vectors = sequences.inputs(device), sequences.vectors(device)
     given = packed_gradients.upstream(sequences, inputs)
-    return packed_gradients.gradients(sequences, inputs, given, family, deterministic=True)
+    return lambda: packed_gradients.gradients(sequences, inputs, given, family, deterministic=True, vectors=vectors)
 
 
-def decode(device: torch.device, family: str) -> Results:
+def decode(device: torch.device, family: str) -> Run:
     """Keys split among blocks that wait for each other, through a table of pages."""
     case = Case(seqlen_q=1, heads=8, kv_heads=2, head_dim=128, causal=True, lse=True)
     paged = Paged(KEYS, 64, case, num_splits=0)
-    return paged.call(paged.build(device)[0], family)
+    tensors, _ = paged.build(device)
+    return lambda: paged.call(tensors, family)
 
 
-def append(device: torch.device, _: str) -> Results:
-    torch.manual_seed(0)
-    arguments = random_call(1, (torch.bfloat16,)).on(device).arguments
-    q = cuteflash.append_kv(**arguments)
-    caches = arguments["k_cache"], arguments["v_cache"]
-    return caches if q is None else (q, *caches)
-
-
-def latent_decode(device: torch.device, family: str) -> Results:
+def latent_decode(device: torch.device, family: str) -> Run:
     case = latent.LatentCase(KEYS, heads=64)
-    return latent.run(case, case.inputs(device), family)
+    inputs = case.inputs(device)
+    return lambda: latent.run(case, inputs, family)
 
 
-def fp8(device: torch.device, _: str) -> Results:
+def merge(device: torch.device, family: str) -> Run:
+    states = (*forward(device, family)(), *forward(device, family)())
+    return lambda: cuteflash.merge_attn_states(*states)
+
+
+def append(device: torch.device) -> Run:
+    torch.manual_seed(0)  # of the caches
+    given = random_call(1, (torch.bfloat16,)).on(device)
+
+    def run() -> Results:
+        arguments = given.arguments
+        q = cuteflash.append_kv(**arguments)
+        caches = arguments["k_cache"], arguments["v_cache"]
+        return caches if q is None else (q, *caches)
+
+    return run
+
+
+def fp8(device: torch.device) -> Run:
     """The quantiser's kernels and attention."""
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        pytest.skip("8-bit operands need a Hopper")
-    return (cuteflash.flash_attn_func(*CASE.inputs(device), causal=True, fp8=True),)
+    inputs = CASE.inputs(device)
+    return lambda: (cuteflash.flash_attn_func(*inputs, causal=True, fp8=True),)
 
 
-def merge(device: torch.device, family: str) -> Results:
-    outs, lses = zip(*(forward(device, family) for _ in range(2)), strict=True)
-    return cuteflash.merge_attn_states(outs[0], lses[0], outs[1], lses[1])
-
-
-CALLS = (forward, backward, packed, decode, append, latent_decode, fp8, merge)
-
-
-def assert_same(first: Results, second: Results) -> None:
-    """Bit for bit, and on the second device."""
+def assert_same(first: Results, second: Results, device: torch.device = SECOND) -> None:
+    """Bit for bit, and on the device."""
     for a, b in zip(first, second, strict=True):
-        assert b.device == SECOND
+        assert b.device == device
         assert torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_tensors_of_another_device_than_the_current_one(call: Callable[..., Results], family: str) -> None:
-    first = call(FIRST, family)
-    with torch.cuda.device(FIRST):
-        assert_same(first, call(SECOND, family))
-        assert torch.cuda.current_device() == FIRST.index
-    with torch.cuda.device(SECOND):
-        assert_same(first, call(SECOND, family))
-        again = call(FIRST, family)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True) if not a.isnan().any())
+def check_beside_the_current_device(prepare: Callable[[torch.device], Run]) -> None:
+    """The second device gives what the first one gives, whichever of them is current."""
+    runs = {device: prepare(device) for device in (FIRST, SECOND)}
+    first = runs[FIRST]()
+    for current in (FIRST, SECOND):
+        with torch.cuda.device(current):
+            for device, run in runs.items():
+                assert_same(first, run(), device)
+            assert torch.cuda.current_device() == current.index
 
 
-@pytest.mark.parametrize("call", [forward, packed, decode, latent_decode])
-def test_devices_that_work_at_the_same_time(call: Callable[..., Results], family: str) -> None:
+@pytest.mark.parametrize("prepare", [forward, backward, packed, decode, latent_decode, merge])
+def test_tensors_of_another_device_than_the_current_one(prepare: Prepare, family: str) -> None:
+    check_beside_the_current_device(lambda device: prepare(device, family))
+
+
+def test_appending_on_another_device_than_the_current_one() -> None:
+    check_beside_the_current_device(append)
+
+
+def test_8_bits_on_another_device_than_the_current_one(hopper_gpu: torch.device) -> None:
+    check_beside_the_current_device(fp8)
+
+
+@pytest.mark.parametrize("prepare", [forward, packed, decode, latent_decode])
+def test_devices_that_work_at_the_same_time(prepare: Prepare, family: str) -> None:
     """What launches of a device wait for and count in is that device's own."""
-    first = call(FIRST, family)
-    found = [call(device, family) for _ in range(TIMES) for device in (FIRST, SECOND)]
-    for results in found[1::2]:
-        assert_same(first, results)
+    runs = {device: prepare(device, family) for device in (FIRST, SECOND)}
+    first = runs[FIRST]()
+    found = [(device, run()) for _ in range(TIMES) for device, run in runs.items()]  # looked at when all are launched
+    for device, results in found:
+        assert_same(first, results, device)
 
 
-@pytest.mark.parametrize("call", [forward, decode])
-def test_a_graph_of_the_second_device(call: Callable[..., Results], family: str) -> None:
-    first = call(FIRST, family)
-    case = CASE if call is forward else Case(seqlen_q=1, heads=8, kv_heads=2, head_dim=128, causal=True, lse=True)
-    paged = Paged(KEYS, 64, case, num_splits=0)
-    tensors, inputs = paged.build(SECOND)[0], CASE.inputs(SECOND)
-
-    def captured() -> Results:
-        if call is decode:
-            return paged.call(tensors, family)
-        found: Results = cuteflash.flash_attn_func(*inputs, **CASE.options(), family=family)
-        return found
-
+@pytest.mark.parametrize("prepare", [forward, decode])
+def test_a_graph_of_the_second_device(prepare: Prepare, family: str) -> None:
+    first, run = prepare(FIRST, family)(), prepare(SECOND, family)
     with torch.cuda.device(SECOND):
-        captured()
+        run()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            results = captured()
+            results = run()
     for _ in range(3):
         for result in results:
             result.fill_(float("nan"))
