@@ -16,7 +16,7 @@ from tests import asked, spills
 
 @pytest.mark.slow
 def test_kernels_of_both_families_and_directions_are_found() -> None:
-    found = asked.find(["tests/gpu/test_smoke.py"], 1)
+    found = asked.find(["tests/gpu/test_mla_prefill.py", "tests/gpu/test_smoke.py"], 1)
     names = {kernel_cls.__name__ for kernel_cls, *_ in found}
     assert {"FlashFwdSm90", "FlashFwdSm80", "FlashBwdTwoPassSm90"} <= names
     assert {target for *_, target in found} == {"sm_90a"}

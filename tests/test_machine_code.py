@@ -51,7 +51,7 @@ def test_accesses_to_local_memory_are_found(kernels: KernelStore, target: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_89", "sm_90a"])
+@pytest.mark.parametrize("target", test_e4m3_cache_sm80.TARGETS)
 def test_conversions_are_found(kernels: KernelStore, target: str) -> None:
     """In a kernel that has other conversions, too."""
     name = "F2FP.F16.E4M3.UNPACK_B"

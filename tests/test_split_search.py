@@ -18,7 +18,7 @@ from cuteflash.core.lengths import Sequence
 from tests.test_schedule import untraced
 
 LANES = np.arange(32)
-COUNTS = (1, 31, 32, 33, 127, 128, 129, 256, 257, 390)  # of sequences: a window has 128
+COUNTS = (1, 31, 32, 33, 127, 128, 129, 256, 257, 700)  # of sequences: a window has 128
 LEAST_OF_SHARE = 2  # units: those of 128 keys
 TILE_N = 64
 

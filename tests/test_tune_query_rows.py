@@ -325,7 +325,7 @@ def test_a_users_row_comes_before_the_shipped_ones_where_it_was_measured_alone(o
 def test_few_rows_stay_in_a_users_table_beside_others(own_tables: OwnTables) -> None:
     rows = [MEASURED(Row(FEW, ("full",), lengths=("decode",), query_rows=CLASSES[0]))]
     rows.append(MEASURED(Row(MORE, ("full",), lengths=("decode",), query_rows=CLASSES[1])))
-    usertable.write(SM90, tuple(rows))
+    tables.write_user(SM90, rows)
     tables.write_user(SM90, [MEASURED(Row(WIDE, ("full",), lengths=("decode",), query_rows=FROM_17))])
     assert {own.row.traits for own in usertable.load(SM90)} == {FEW, MORE, WIDE}
     better = dataclasses.replace(FEW, tile_n=128)

@@ -290,11 +290,11 @@ def test_whatever_is_measured_every_problem_keeps_a_row(module: Any, tmp_path: p
             masks = tuple(choose.sample(MASK_KINDS, choose.randint(1, 3)))
             measured.append(MEASURED(dataclasses.replace(row, masks=masks, dtypes=row.traits.dtypes, without=without)))
         path = write_shipped(table, measured, tmp_path)
-    for heads, modules in MODULES.items():
-        if module in modules:
-            runs = [row for one in modules for row in (read_shipped(path) if one is module else one.ROWS)]
-            for task in tasks:
-                choices(runs, heads.target, SPECS[task].features, task)  # raises without a row
+        for heads, modules in MODULES.items():
+            if module in modules:
+                runs = [row for one in modules for row in (read_shipped(path) if one is module else one.ROWS)]
+                for task in tasks:
+                    choices(runs, heads.target, SPECS[task].features, task)  # raises without a row
 
 
 def test_a_shipped_file_that_leaves_a_problem_without_a_row_is_not_written(tmp_path: pathlib.Path) -> None:
